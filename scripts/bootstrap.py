@@ -1,9 +1,9 @@
 """Create .venv with the pinned CPU host and this package, using nothing but Python's standard library.
 
 Usage: ``python3.11 scripts/bootstrap.py [--dev] [--venv DIR]``.  ``make demo`` and ``make test`` call it; a
-second run only compares stamps.  Every package is pinned with its hash (requirements/*.txt) and installed without
-dependency resolution, which keeps out torchvision, torchaudio and torchcodec: beside a CPU torch they break
-``import transformers``.
+second run only compares stamps.  Every package is pinned with its hash (requirements/*.txt) and installed
+without dependency resolution, which keeps out torchvision, torchaudio and torchcodec: beside a CPU torch they
+break ``import transformers``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Usage: ``python3.11 scripts/lock.py [--upgrade]``.  Without ``--upgrade`` the pi
 (or in ``--constraint FILE``) are kept and only what is new is resolved.
 
 pip resolves once on this interpreter and platform; the hash of the same version's wheel for each further
-Python of ``PYTHONS`` is added where one exists.  torch is pinned apart (its CPU build lies on another index),
-and torchvision, torchaudio and torchcodec are left out: beside a CPU torch they break ``import transformers``.
+Python of ``PYTHONS`` is added where one exists.  torch is pinned apart (its CPU build lies on another index).
+torchvision, torchaudio and torchcodec are left out: beside a CPU torch they break ``import transformers``.
 """
 
 from __future__ import annotations
