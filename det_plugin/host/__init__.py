@@ -1,0 +1,1 @@
+"""Hosts: serving engines that det_plugin plugs into."""

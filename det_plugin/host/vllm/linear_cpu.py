@@ -1,0 +1,105 @@
+"""Matrix products on the CPU.
+
+Replaces (vLLM 0.32.0) ``model_executor.layers.utils.dispatch_cpu_unquantized_gemm``, which packs each layer's
+weight and binds ``layer.cpu_linear``.  Packed weights stay; what changes is at which row counts they run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from det_plugin.config import DetConfig
+from det_plugin.hooks import hookimpl, plugin_manager
+from det_plugin.host.vllm.patching import replace, resolve
+from det_plugin.host.vllm.store import certificate_store
+from det_plugin.ops.linear_cpu import InvariantLinear, LinearKernel, prepare_linear, register_handle
+
+logger = logging.getLogger("vllm.det_plugin")
+
+PRIMITIVE_CACHE = 128
+"""Row counts whose vendor primitives are kept per weight shape."""
+
+TARGET = "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"
+
+
+def _prepare_onednn(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None:
+    from vllm import _custom_ops as ops
+
+    if not ops._supports_onednn:
+        return None
+    try:
+        handler = ops.create_onednn_mm(weight.t(), PRIMITIVE_CACHE)
+    except RuntimeError as error:
+        logger.info("det_plugin: oneDNN can't pack a %s weight: %s", list(weight.shape), error)
+        return None
+    matmul = torch.ops._C.onednn_mm
+
+    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        matmul(out, x, bias, handler.handler_tensor)
+
+    return run
+
+
+class _Kernels:
+    """The host's packed oneDNN product, offered through the plugin's own hook."""
+
+    @staticmethod
+    @hookimpl
+    def det_plugin_cpu_linear_kernels() -> list[LinearKernel]:
+        return [LinearKernel("onednn_packed", _prepare_onednn)]
+
+
+class BoundLinear:
+    """What a layer's ``cpu_linear`` becomes: a plain call in eager code, one opaque operator under compile."""
+
+    def __init__(self, linear: InvariantLinear) -> None:
+        self.linear = linear
+        self.handle = register_handle(linear)
+        self.n = linear.n
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.det_plugin.cpu_linear(x, bias, self.handle, self.n)
+        return self.linear(x, bias)
+
+
+def install(config: DetConfig) -> None:
+    """Route every unquantized product of this process through certified row counts; idempotent."""
+    resolve(TARGET)
+    manager = plugin_manager()
+    if not manager.has_plugin("vllm.onednn"):
+        manager.register(_Kernels(), name="vllm.onednn")
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta:
+            layer.cpu_linear = torch.nn.functional.linear
+            return
+        if weight.ndim != 2:
+            from det_plugin.errors import UnsupportedError
+
+            raise UnsupportedError(
+                f"a {weight.ndim}-dimensional weight in {type(layer).__name__}",
+                "only matrix products of [N, K] weights are certified",
+                "use a model whose layers are linear layers",
+            )
+        linear = prepare_linear(
+            weight.detach(),
+            with_bias=getattr(layer, "bias", None) is not None,
+            store=certificate_store("cpu"),
+            mode=config.certificates,
+        )
+        layer.cpu_linear = BoundLinear(linear)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+
+    dispatch_cpu_unquantized_gemm.__det_plugin__ = TARGET  # type: ignore[attr-defined]
+    _, _, current = resolve(TARGET)
+    if getattr(current, "__det_plugin__", None) != TARGET:
+        replace(TARGET, dispatch_cpu_unquantized_gemm)

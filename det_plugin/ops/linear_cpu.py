@@ -1,0 +1,283 @@
+"""linear on a CPU: y = x @ W.T (+ b), the same bits for a row whatever the number of rows.
+
+Contract
+    Canonical order: that of the kernel run on tiles of 16 rows.  A row's bits depend on the row, the weight,
+    the dtype, the machine and its number of threads; not on the number of rows, nor on the row's position,
+    nor on other rows.
+Schedules
+    Vendor kernels choose code by the number of rows, and some of those choices change the order along K (on
+    an AVX-512 machine one row goes through a matrix-vector kernel).  So a kernel may run at a *certified* row
+    count only: one whose tiles gave the canonical bytes for every element of a block of random rows.  Other
+    row counts are padded with zero rows up to the next certified one; beyond the largest, rows run in chunks.
+Source
+    The observation that vendor products are row-invariant at most row counts, and which not, is measured at
+    start-up for each (N, K, dtype) and kept as a certificate; nothing is assumed from documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from det_plugin.errors import CertificateError
+from det_plugin.evidence.certificates import Certificate, CertificateStore, Schedule, certify
+from det_plugin.hooks.manager import hookimpl, plugin_manager
+
+MAX_ROWS = 512
+"""Largest row count that runs in one call; longer inputs run in chunks of it."""
+
+SMALL_BLOCK = 64
+"""Rows on which row counts up to it are certified."""
+
+CANONICAL_ROWS = 16
+
+
+def row_counts() -> tuple[int, ...]:
+    """Candidate row counts: every one up to 32, then ever coarser, so that padding costs at most a fifth."""
+    return (
+        *range(1, 33),
+        *range(40, 129, 8),
+        *range(144, 257, 16),
+        *range(288, MAX_ROWS + 1, 32),
+    )
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """A way to multiply by one weight.
+
+    Attributes:
+        name: for certificates and logs.
+        prepare: ``prepare(weight[N, K])`` gives ``run(x[M, K], bias[N] or None, out[M, N]) -> None``,
+            or None where the kernel can't serve this weight.
+    """
+
+    name: str
+    prepare: Callable[
+        [torch.Tensor], Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None
+    ]
+
+
+def _prepare_torch(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
+    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(x, weight, bias))
+
+    return run
+
+
+@hookimpl(trylast=True)
+def det_plugin_cpu_linear_kernels() -> list[LinearKernel]:
+    """PyTorch's own product, on unpacked weights: the last resort."""
+    return [LinearKernel("torch", _prepare_torch)]
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """float64 product of ``x[..., K]`` and ``weight[N, K]``, for accuracy tests."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+@dataclass
+class InvariantLinear:
+    """One weight's product, restricted to certified row counts.
+
+    Call with ``x[..., K]`` and an optional ``bias[N]``; gives ``[..., N]`` in x's dtype.
+    """
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    kernel: str
+    run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] = field(repr=False)
+    certificate: Certificate = field(repr=False)
+    _padded: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        certified = sorted(_rows_of(name) for name in self.certificate.accepted)
+        if not certified:
+            raise CertificateError(f"linear ({self.n}, {self.k}) {self.dtype}: no row count is certified")
+        self._padded = [0] * (certified[-1] + 1)
+        for rows in range(1, certified[-1] + 1):
+            self._padded[rows] = next(c for c in certified if c >= rows)
+        self.max_rows = certified[-1]
+
+    def padded_rows(self, rows: int) -> int:
+        """Row count at which ``rows`` rows (at most :attr:`max_rows`) run."""
+        return self._padded[rows]
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[-1] != self.k:
+            raise ValueError(f"x: got last dimension {x.shape[-1]}, expected K = {self.k}")
+        if x.dtype != self.dtype:
+            raise ValueError(f"x: got {x.dtype}, expected the weight's {self.dtype}")
+        rows2d = x.reshape(-1, self.k)
+        if not rows2d.is_contiguous():
+            rows2d = rows2d.contiguous()
+        rows = rows2d.shape[0]
+        out = x.new_empty((rows, self.n))
+        if rows == 0:
+            return out.view(*x.shape[:-1], self.n)
+        if rows <= self.max_rows and self._padded[rows] == rows:
+            self.run(rows2d, bias, out)
+        else:
+            for start in range(0, rows, self.max_rows):
+                stop = min(start + self.max_rows, rows)
+                self._chunk(rows2d[start:stop], bias, out[start:stop])
+        return out.view(*x.shape[:-1], self.n)
+
+    def _chunk(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        rows, target = x.shape[0], self._padded[x.shape[0]]
+        if rows == target:
+            self.run(x, bias, out)
+            return
+        padded = x.new_zeros((target, self.k))
+        padded[:rows] = x
+        result = x.new_empty((target, self.n))
+        self.run(padded, bias, result)
+        out.copy_(result[:rows])
+
+
+def _name_of(rows: int) -> str:
+    return f"rows={rows}"
+
+
+def _rows_of(name: str) -> int:
+    return int(name.partition("=")[2])
+
+
+def _tiled(
+    run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None],
+    tile: int,
+    n: int,
+    bias: torch.Tensor | None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product of a block, ``tile`` rows at a time, the last tile padded with zero rows."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((x.shape[0], n))
+        for start in range(0, x.shape[0], tile):
+            piece = x[start : start + tile]
+            rows = piece.shape[0]
+            if rows < tile:
+                padded = x.new_zeros((tile, x.shape[1]))
+                padded[:rows] = piece
+                piece = padded
+            result = x.new_empty((tile, n))
+            run(piece.contiguous(), bias, result)
+            out[start : start + rows] = result[:rows]
+        return out
+
+    return block
+
+
+def _certify_kernel(
+    kernel: LinearKernel,
+    run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None],
+    weight: torch.Tensor,
+    with_bias: bool,
+    store: CertificateStore | None,
+    mode: str,
+) -> Certificate:
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(20250101)
+    data = torch.randn(MAX_ROWS + 7, k, generator=generator).to(weight.dtype)
+    bias = torch.randn(n, generator=generator).to(weight.dtype) if with_bias else None
+    schedules = [
+        Schedule(
+            _name_of(rows),
+            _tiled(run, rows, n, bias),
+            min_rows=1 if rows <= SMALL_BLOCK else SMALL_BLOCK + 1,
+            max_rows=SMALL_BLOCK if rows <= SMALL_BLOCK else None,
+        )
+        for rows in row_counts()
+    ]
+    canonical = Schedule(_name_of(CANONICAL_ROWS), _tiled(run, CANONICAL_ROWS, n, bias))
+    key = f"{kernel.name},{str(weight.dtype).removeprefix('torch.')},N={n},K={k},bias={int(with_bias)}"
+    return certify(
+        "linear_cpu",
+        key,
+        canonical,
+        schedules,
+        lambda start, rows: (data[start : start + rows],),
+        # the odd middle window moves every row to another position of its tile
+        (SMALL_BLOCK, SMALL_BLOCK + 3, MAX_ROWS + 7),
+        store=store,
+        mode=mode,  # type: ignore[arg-type]
+    )
+
+
+def prepare_linear(
+    weight: torch.Tensor,
+    with_bias: bool = False,
+    store: CertificateStore | None = None,
+    mode: str = "auto",
+) -> InvariantLinear:
+    """Choose, certify and bind a kernel for one weight.
+
+    Args:
+        weight: ``[N, K]``, bfloat16, float16 or float32, on the CPU.
+        with_bias: whether calls will pass a bias (it is certified with the product).
+        store: where certificates are kept; None keeps nothing.
+        mode: ``"require"`` refuses to make a missing certificate.
+
+    Raises:
+        ValueError: the weight's shape or dtype is not one of these.
+        CertificateError: no kernel keeps one order on this machine, or a required certificate is missing.
+    """
+    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"weight: got {weight.dtype}{list(weight.shape)}, expected [N, K] in bfloat16, float16 or float32"
+        )
+    kernels = [k for found in plugin_manager().hook.det_plugin_cpu_linear_kernels() for k in found]
+    failures = []
+    for kernel in kernels:
+        run = kernel.prepare(weight)
+        if run is None:
+            continue
+        try:
+            certificate = _certify_kernel(kernel, run, weight, with_bias, store, mode)
+        except CertificateError as error:
+            if mode == "require":
+                raise
+            failures.append(f"{kernel.name}: {error}")
+            continue
+        n, k = weight.shape
+        return InvariantLinear(n, k, weight.dtype, kernel.name, run, certificate)
+    raise CertificateError(
+        f"linear ({weight.shape[0]}, {weight.shape[1]}) {weight.dtype}: no kernel keeps one order here: "
+        + "; ".join(failures)
+    )
+
+
+_REGISTRY: list[InvariantLinear] = []
+
+
+def register_handle(linear: InvariantLinear) -> torch.Tensor:
+    """A handle for :func:`torch.ops.det_plugin.cpu_linear`.
+
+    It is a tensor, so that compiled graphs take it as an input and layers of one shape share one graph.
+    """
+    _REGISTRY.append(linear)
+    return torch.tensor(len(_REGISTRY) - 1, dtype=torch.int64)
+
+
+_library = torch.library.Library("det_plugin", "FRAGMENT")
+_library.define("cpu_linear(Tensor x, Tensor? bias, Tensor handle, SymInt n) -> Tensor")
+
+
+def _cpu_linear(x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int) -> torch.Tensor:
+    return _REGISTRY[int(handle.item())](x, bias)
+
+
+def _cpu_linear_fake(
+    x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+_library.impl("cpu_linear", _cpu_linear, "CPU")
+torch.library.register_fake("det_plugin::cpu_linear", _cpu_linear_fake, lib=_library)
