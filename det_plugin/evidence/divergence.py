@@ -57,9 +57,10 @@ class Divergence(BaseModel):
             head += f"; token ids differ from index {self.token_index}"
         names = (self.reference, self.other)
         width = max(map(len, names))
+        rows = zip(names, self.token_ids, self.tokens, self.logprobs, strict=True)
         return [head] + [
-            f"  {names[i]:<{width}}  {_token(self.token_ids[i], self.tokens[i])}  {_logprob(self.logprobs[i])}"
-            for i in (0, 1)
+            f"  {name:<{width}}  {_token(token_id, text)}  {_logprob(logprob)}"
+            for name, token_id, text, logprob in rows
         ]
 
 

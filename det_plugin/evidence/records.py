@@ -114,7 +114,12 @@ def _unpack(data: dict[str, Any]) -> Answer:
 def dumps_line(record: RequestRecord) -> str:
     """One line of a record file, without the newline."""
     return json.dumps(
-        {"kind": "request", "id": record.id, "request": record.request, "answers": list(map(_pack, record.answers))},
+        {
+            "kind": "request",
+            "id": record.id,
+            "request": record.request,
+            "answers": list(map(_pack, record.answers)),
+        },
         separators=(",", ":"),
     )
 

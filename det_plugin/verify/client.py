@@ -24,7 +24,7 @@ DIAGNOSTIC_TOP = 2
 """Top logprobs asked for in any case: they tell sampling from numerics where tokens split."""
 
 
-class ServerFailure(DetPluginError, RuntimeError):
+class ServerFailureError(DetPluginError, RuntimeError):
     """The server cannot be reached, is gone, answers with an error or with something unreadable."""
 
 
@@ -41,7 +41,8 @@ def normalize_url(base_url: str) -> str:
 def describe_transport_error(url: str, error: Exception, *, connected: bool) -> str:
     """One line for an ``httpx`` transport error."""
     if isinstance(error, httpx.TimeoutException):
-        return f"server at {url} did not answer in time ({type(error).__name__}); raise --timeout if it is only slow"
+        kind = type(error).__name__
+        return f"server at {url} did not answer in time ({kind}); raise --timeout if it is only slow"
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, httpx.ConnectError) and not connected:
         return f"cannot reach a server at {url} ({text}); is it running, and is the port right?"
@@ -121,7 +122,7 @@ class CompletionClient:
         try:
             response = await self._http.request(method, path, json=body)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ServerFailure(
+            raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)
             ) from error
         self._connected = True
@@ -133,16 +134,15 @@ class CompletionClient:
         try:
             return response.json()
         except ValueError:
-            raise ServerFailure(
+            raise ServerFailureError(
                 f"server at {self.base_url} answered {method} {path} with something that is not JSON "
                 f"({response.text[:60]!r}); is it a vLLM OpenAI server?"
             ) from None
 
     def _check(self, response: httpx.Response, what: str) -> None:
         if response.status_code != httpx.codes.OK:
-            raise ServerFailure(
-                f"server at {self.base_url} answered HTTP {response.status_code} to {what}: "
-                f"{_error_text(response)}"
+            raise ServerFailureError(
+                f"server at {self.base_url} answered HTTP {response.status_code} to {what}: {_error_text(response)}"
             )
 
     async def _optional(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -161,22 +161,22 @@ class CompletionClient:
         """Read ``/v1/models`` and ``/version``; sets :attr:`model`, :attr:`max_model_len` and :attr:`info`.
 
         Raises:
-            ServerFailure: unreachable, an HTTP error, or no such model.
+            ServerFailureError: unreachable, an HTTP error, or no such model.
         """
         models = await self._json("GET", "/v1/models")
         try:
             cards = {str(card["id"]): card for card in models["data"]}
         except (TypeError, KeyError):
-            raise ServerFailure(
+            raise ServerFailureError(
                 f"server at {self.base_url} answered GET /v1/models without a list of models; "
                 "is it a vLLM OpenAI server?"
             ) from None
         if not cards:
-            raise ServerFailure(f"server at {self.base_url} serves no model")
+            raise ServerFailureError(f"server at {self.base_url} serves no model")
         if self.model is None:
             self.model = next(iter(cards))
         if self.model not in cards:
-            raise ServerFailure(
+            raise ServerFailureError(
                 f"model: got {self.model!r}, server at {self.base_url} serves {', '.join(sorted(cards))}"
             )
         card = cards[self.model]
@@ -194,7 +194,13 @@ class CompletionClient:
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text`` as the server reads it (works without the ``/tokenize`` endpoint)."""
         answer = await self._complete(
-            {"prompt": text, "max_tokens": 1, "temperature": 0.0, "logprobs": 0, "add_special_tokens": special}
+            {
+                "prompt": text,
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "logprobs": 0,
+                "add_special_tokens": special,
+            }
         )
         return answer.prompt_token_ids
 
@@ -241,7 +247,7 @@ class CompletionClient:
             on_token: called with the number of tokens so far, after each chunk (streams only).
 
         Raises:
-            ServerFailure: no answer, an HTTP error, or an answer without token ids or logprobs.
+            ServerFailureError: no answer, an HTTP error, or an answer without token ids or logprobs.
         """
         body: dict[str, Any] = {
             "prompt": list(prompt),
@@ -261,7 +267,7 @@ class CompletionClient:
         """Score ``prompt[start:]`` in prefill: an :class:`Answer` whose tokens are ``prompt[start:]``.
 
         Raises:
-            ServerFailure: no answer, an HTTP error, or an answer without prompt logprobs.
+            ServerFailureError: no answer, an HTTP error, or an answer without prompt logprobs.
         """
         top = max(DIAGNOSTIC_TOP, top_logprobs)
         body = {
@@ -282,7 +288,7 @@ class CompletionClient:
             logprobs = [position[token] for position, token in zip(positions, tokens, strict=True)]
             prompt_ids = choice.get("prompt_token_ids") or []
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise ServerFailure(
+            raise ServerFailureError(
                 f"server at {self.base_url} answered POST {COMPLETIONS} without usable prompt_logprobs"
             ) from None
         self.output_tokens += 1
@@ -295,7 +301,7 @@ class CompletionClient:
         )
 
     async def post(self, body: dict[str, Any]) -> list[Answer]:
-        """Send a request body as it is (plus what is needed to read ids and logprobs): one answer per choice."""
+        """Send a request body (plus what is needed to read ids and logprobs): one answer per choice."""
         data = await self._json("POST", COMPLETIONS, self._wrap(body))
         return self._answers(data)
 
@@ -330,8 +336,8 @@ class CompletionClient:
         self.output_tokens += sum(len(a.token_ids) for a in answers)
         return answers
 
-    def _unreadable(self, error: Exception) -> ServerFailure:
-        return ServerFailure(
+    def _unreadable(self, error: Exception) -> ServerFailureError:
+        return ServerFailureError(
             f"server at {self.base_url} answered POST {COMPLETIONS} without usable token ids and logprobs "
             f"({type(error).__name__}: {str(error)[:80]}); is it a vLLM OpenAI server?"
         )
@@ -379,12 +385,12 @@ class CompletionClient:
                     continue
                 data = json.loads(payload)
                 if "error" in data:
-                    raise ServerFailure(
+                    raise ServerFailureError(
                         f"server at {self.base_url} ended a stream with an error: {str(data['error'])[:200]}"
                     )
                 yield data
             if not finished:
-                raise ServerFailure(f"server at {self.base_url} stopped answering in mid-run (stream cut off)")
+                raise ServerFailureError(f"server at {self.base_url} stopped answering in mid-run (stream cut off)")
 
         try:
             async with self._http.stream("POST", COMPLETIONS, json=body) as response:
@@ -394,7 +400,7 @@ class CompletionClient:
                 self._connected = True
                 yield read(response)
         except httpx.TransportError as error:
-            raise ServerFailure(
+            raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)
             ) from error
 

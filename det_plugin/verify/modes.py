@@ -148,8 +148,8 @@ class Context:
         )
         if miss and answer.cached_tokens:
             raise NotTestedError(
-                f"a request with a fresh cache_salt took {answer.cached_tokens} tokens from the prefix cache, "
-                "so an uncached answer cannot be had from this server"
+                f"a request with a fresh cache_salt took {answer.cached_tokens} tokens from the prefix "
+                "cache, so an uncached answer cannot be had from this server"
             )
         self.advance()
         return answer
@@ -336,8 +336,8 @@ async def run_prefix(ctx: Context) -> list[GroupResult]:
     ctx.facts["warm_samples"] = warm_total
     if not block:
         raise NotTestedError(
-            "no request hit the prefix cache; is prefix caching on (--enable-prefix-caching), and is a prefix "
-            f"longer than a cache block (longest tested: {lengths[-1]} tokens)?"
+            "no request hit the prefix cache; is prefix caching on (--enable-prefix-caching), and is a "
+            f"prefix longer than a cache block (longest tested: {lengths[-1]} tokens)?"
         )
     for k, prompt in enumerate(prompts):
         if warm_total[k] and len(prompt) > block and not warm_hits[k]:
@@ -379,8 +379,8 @@ async def _cache_boundary(ctx: Context) -> int:
         if len(prompt) < length:
             break
     raise NotTestedError(
-        "a prompt sent twice did not hit the prefix cache; is prefix caching on (--enable-prefix-caching), and "
-        "is the context longer than a cache block?"
+        "a prompt sent twice did not hit the prefix cache; is prefix caching on (--enable-prefix-caching), "
+        "and is the context longer than a cache block?"
     )
 
 
@@ -415,8 +415,7 @@ async def _prefill_filled(ctx: Context, batch: range, step: int, rng: random.Ran
     cold = await gather(ctx.sample(p, salt=s) for p, s in zip(prompts, salts, strict=True))
     warm = await gather(ctx.sample(p, salt=s, miss=False) for p, s in zip(prompts, salts, strict=True))
     return [
-        _pair(ctx, f"cache filled by prefill, prompt {i}", cold[k], warm[k], at_least=1)
-        for k, i in enumerate(batch)
+        _pair(ctx, f"cache filled by prefill, prompt {i}", cold[k], warm[k], at_least=1) for k, i in enumerate(batch)
     ]
 
 

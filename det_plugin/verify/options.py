@@ -12,11 +12,11 @@ TestMode = Literal["single", "prefix", "radix_cache", "p_vs_d", "mixed"]
 ALL_MODES: tuple[TestMode, ...] = get_args(TestMode)
 
 QUICK: dict[str, Any] = {
-    "batch_sizes": [1, 3, 8, 14],
+    "batch_sizes": [1, 4, 11],
     "n_trials": 4,
     "max_new_tokens": 24,
     "prefix_lengths": [1, 511, 1023],
-    "long_prompt_tokens": 600,
+    "long_prompt_tokens": 500,
     "temperatures": [0.0, 0.8],
 }
 """What ``--quick`` changes: a pass over every mode in about a minute on a two-core CPU server."""
@@ -40,7 +40,7 @@ class VerifyOptions(BaseModel):
         top_p: of the requests under test; None leaves it out.
         top_k: of the requests under test; None leaves it out.
         min_p: of the requests under test; None leaves it out.
-        top_logprobs: compare this many top logprobs per position as well; 0 compares the sampled token's only.
+        top_logprobs: compare this many top logprobs per position as well; 0: the sampled token's only.
         stream: read the answers as a stream.
         prefix_lengths: shared prefixes of ``prefix``, in tokens; cut to the model's context.
         long_prompt_tokens: the prompt that joins in mid-decode in ``mixed``; cut to the model's context.

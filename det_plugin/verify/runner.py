@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 
 from det_plugin.evidence.results import GroupResult, ModeResult, VerificationResult
-from det_plugin.verify.client import CompletionClient, NotTestedError, ServerFailure, normalize_url
+from det_plugin.verify.client import CompletionClient, NotTestedError, ServerFailureError, normalize_url
 from det_plugin.verify.modes import RUNNERS, Context
 from det_plugin.verify.options import TestMode, VerifyOptions
 from det_plugin.verify.prompts import Prompts
@@ -77,7 +77,7 @@ async def verify(
                         await _run_mode(client, options, prompts, mode, outcome, bars)
                         for line in mode_lines(outcome):
                             say(line)
-    except ServerFailure as failure:
+    except ServerFailureError as failure:
         result.error = str(failure)
         if result.modes and not result.modes[-1].groups and not result.modes[-1].reason:
             result.modes[-1].reason = str(failure)
@@ -126,8 +126,8 @@ async def _run_mode(
         await _decode(client, outcome.groups)
     elif degenerate(outcome.groups):
         outcome.reason = (
-            f"the model's answers are degenerate (fewer than {MIN_DISTINCT} distinct tokens and logprobs), so "
-            "equality proves nothing; use another model or raise --max-new-tokens"
+            f"the model's answers are degenerate (fewer than {MIN_DISTINCT} distinct tokens and logprobs), "
+            "so equality proves nothing; use another model or raise --max-new-tokens"
         )
     else:
         outcome.status = "same"
@@ -150,8 +150,7 @@ async def _decode(client: CompletionClient, groups: list[GroupResult]) -> None:
         for divergence in (group.first_divergence, *(v.divergence for v in group.variants)):
             if divergence is not None:
                 texts = [
-                    (await client.decode([token]))[0] if token is not None else ""
-                    for token in divergence.token_ids
+                    (await client.decode([token]))[0] if token is not None else "" for token in divergence.token_ids
                 ]
                 divergence.tokens = (texts[0], texts[1])
 
