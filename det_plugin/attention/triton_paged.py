@@ -3,7 +3,7 @@
 One kernel serves prefill and decode.  A tile is ``BLOCK_M`` packed rows, (query, head of the group) in that
 order, of one request and one key head.  Requests with few rows run in small tiles, all others in tall ones;
 which launch serves a request is decided on the device, from that request alone.  When the tiles do not fill
-the GPU, ``SPLIT`` programs share a tile: each writes the partial results of whole segments, and the last one
+the GPU, several programs share a tile: each writes the partial results of whole segments, and the last one
 to finish folds all of them in order.
 
 Source of the tiling: FlashAttention-2 (Dao, 2023) and Flash-Decoding (Dao et al., 2023); both are run here
@@ -109,7 +109,7 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr, ONES: tl.constexpr,
-    FEW: tl.constexpr, SPLIT: tl.constexpr,
+    FEW: tl.constexpr, SHARED: tl.constexpr,
 ):
     """FEW: one tile per request, requests of at most ``few_rows`` rows.  Otherwise: the other requests."""
     kv_head = tl.program_id(0) % HK
@@ -153,7 +153,8 @@ def _paged_attention_kernel(
     seg_lo = lo // SEGMENT
     segments = (hi + SEGMENT - 1) // SEGMENT - seg_lo
     z = tl.program_id(1)
-    if SPLIT > 1:
+    programs = tl.num_programs(1)
+    if SHARED:
         if z >= segments:
             return
 
@@ -177,8 +178,8 @@ def _paged_attention_kernel(
     row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     begin = lo // BLOCK_N * BLOCK_N
 
-    if SPLIT > 1:
-        for seg in range(seg_lo + z, seg_lo + segments, SPLIT):
+    if SHARED:
+        for seg in range(seg_lo + z, seg_lo + segments, programs):
             acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
@@ -199,7 +200,7 @@ def _paged_attention_kernel(
         else:
             tl.debug_barrier()  # every store above is issued before the ticket is drawn
             ticket = ticket_ptr + tile * HK + kv_head
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.minimum(SPLIT, segments) - 1:
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.minimum(programs, segments) - 1:
                 for first in range(seg_lo, seg_lo + segments, 4):
                     for i in tl.static_range(4):
                         seg = first + i
@@ -368,7 +369,7 @@ def paged_attention(
             GROUP=group, HK=kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
             PAGE=page, WINDOW=window, SOFTCAP=softcap > 0, SINKS=sinks is not None,
             BLOCK_M=schedule.block_m, BLOCK_N=BLOCK_KEYS, SEGMENT=SEGMENT_KEYS, ONES=_ONES,
-            FEW=few, SPLIT=split,
+            FEW=few, SHARED=split > 1,
             num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False,
         )
     return out
