@@ -252,7 +252,10 @@ def _report_diff(result: Any, json_file: Path | None) -> int:
     for line in result.lines():
         print(line)
     if json_file is not None:
-        json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        try:
+            json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {json_file} ({error})") from None
     return EXIT_CODES[result.status]
 
 

@@ -15,6 +15,10 @@ from det_plugin.verify.options import VerifyOptions
 from det_plugin.verify.runner import run_verification
 
 
+_OPTION_NAMES = {"test_modes": "test-mode", "temperatures": "temperature"}
+"""Fields whose option is called differently."""
+
+
 def numbers(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Split ``text`` at commas and convert every part.
 
@@ -55,7 +59,8 @@ def build_options(**values: Any) -> VerifyOptions:
         return VerifyOptions(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = "--" + str(first["loc"][0] if first["loc"] else "?").replace("_", "-")
+        field = str(first["loc"][0]) if first["loc"] else "?"
+        name = "--" + _OPTION_NAMES.get(field, field).replace("_", "-")
         raise ConfigError(f"{name}: got {first['input']!r}; {first['msg']}") from None
 
 
