@@ -1,0 +1,78 @@
+"""Triton where it is installed, and the fixed reduction tree that the row operators share.
+
+Machines without Triton can import every operator module and use the torch references; launching a kernel
+there raises ImportError.
+"""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAVE_TRITON = True
+except ImportError:  # CPU-only installations
+    HAVE_TRITON = False
+
+    def _absent(function=None, **_options):
+        return function if function is not None else _absent
+
+    triton: Any = SimpleNamespace(jit=_absent)  # type: ignore[no-redef]
+    tl: Any = SimpleNamespace(constexpr=object)  # type: ignore[no-redef]
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run on CPU tensors, one program after another (tests)."""
+
+
+def constant(value: float) -> Any:
+    """A module-level number that kernels may read."""
+    return tl.constexpr(value) if HAVE_TRITON else value
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least ``n`` (1 for 0)."""
+    return 1 if n <= 1 else 1 << (n - 1).bit_length()
+
+
+def require_kernel_device(x: torch.Tensor) -> None:
+    """Refuse to launch where no kernel can run.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: ``x`` is not on a CUDA device (and the interpreter is off).
+    """
+    if not HAVE_TRITON:
+        raise ImportError("triton is not installed: install det-plugin[cuda]")
+    if not x.is_cuda and not INTERPRET:
+        raise ValueError(f"x: got device {x.device}, expected a CUDA device")
+
+
+def tree_sum_reference(v: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension (a power of two) by halves: lane i is added to lane i + n/2, and again."""
+    while v.shape[-1] > 1:
+        half = v.shape[-1] // 2
+        v = v[..., :half] + v[..., half:]
+    return v[..., 0]
+
+
+@triton.jit
+def tree_sum(v, LOG2_SIZE: tl.constexpr):
+    """Row sums of ``v`` [rows, 2**LOG2_SIZE] by halves.
+
+    Every step adds exactly two numbers, so the result depends neither on the layout the compiler picks nor
+    on the number of warps.  Compile the caller with ``enable_fp_fusion=False``, or a product before the first
+    addition may be fused into it.
+    """
+    rows: tl.constexpr = v.shape[0]
+    for step in tl.static_range(LOG2_SIZE):
+        v = tl.sum(tl.reshape(v, (rows, 2, 1 << (LOG2_SIZE - 1 - step))), axis=1)
+    return tl.reshape(v, (rows,))
