@@ -300,6 +300,29 @@ class CompletionClient:
             cached_tokens=_cached_tokens(data),
         )
 
+    async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
+        """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
+
+        Raises:
+            ServerFailureError: no answer, an HTTP error, or fewer tokens than asked for.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+        }
+        data = await self._json("POST", COMPLETIONS, body)
+        count = (data.get("usage") or {}).get("completion_tokens") if isinstance(data, dict) else None
+        if count != max_tokens:
+            raise ServerFailureError(
+                f"server at {self.base_url} generated {count} tokens where {max_tokens} were asked for"
+            )
+        self.output_tokens += max_tokens
+        return max_tokens
+
     async def post(self, body: dict[str, Any]) -> list[Answer]:
         """Send a request body (plus what is needed to read ids and logprobs): one answer per choice."""
         data = await self._json("POST", COMPLETIONS, self._wrap(body))

@@ -14,7 +14,6 @@ from det_plugin.errors import ConfigError
 from det_plugin.verify.options import VerifyOptions
 from det_plugin.verify.runner import run_verification
 
-
 _OPTION_NAMES = {"test_modes": "test-mode", "temperatures": "temperature"}
 """Fields whose option is called differently."""
 
