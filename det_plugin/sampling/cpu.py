@@ -225,7 +225,9 @@ def _threshold(row, top, scale, top_k, top_p, log_min_p, keys, weights, hist):
 
 
 @_jit
-def _sample_row(row, scale, top_k, top_p, log_min_p, seed, position, stream, keys, weights, hist, words, cell):
+def _sample_row(
+    row, scale, top_k, top_p, log_min_p, seed, position, stream, keys, weights, hist, words, uniforms, bounds, cell,
+):  # fmt: skip
     top = row[0]
     first = 0
     for i in range(len(row)):
@@ -243,6 +245,7 @@ def _sample_row(row, scale, top_k, top_p, log_min_p, seed, position, stream, key
     best = _NINF
     chosen = first
     ties = np.int64(0)
+    uniform_bits = uniforms.view(np.int32)
     for start in range(0, len(row), _BLOCK):
         stop = min(start + _BLOCK, len(row))
         live = 0
@@ -254,6 +257,11 @@ def _sample_row(row, scale, top_k, top_p, log_min_p, seed, position, stream, key
         whole = live > 100
         if whole:
             _philox_block(_U(start >> 2), position, stream, seed, words)
+            # noise <= -ln(u), and log2(u) >= (bits of u) * 2**-23 - 127
+            for j in range(stop - start):
+                uniforms[j] = (_F(words[j]) + _HALF) * _SCALE
+            for j in range(stop - start):
+                bounds[j] = row[start + j] * scale + _LN2 * (_BIAS - _F(uniform_bits[j]) * _N23) + slack
         for i in range(start, stop):
             if filtered:
                 key = np.int64(keys[i])
@@ -266,12 +274,9 @@ def _sample_row(row, scale, top_k, top_p, log_min_p, seed, position, stream, key
             x = row[i] * scale
             if not x + _REACH + slack >= base:
                 continue
-            r = words[i - start] if whole else _philox_one(i, position, stream, seed)
-            # noise <= -ln(u), and log2(u) >= (bits of u) * 2**-23 - 127
-            u = (_F(r) + _HALF) * _SCALE
-            bound = x + _LN2 * (_BIAS - _F(_f32_bits(u, cell)) * _N23) + slack
-            if bound < best:
+            if whole and bounds[i - start] < best:
                 continue
+            r = words[i - start] if whole else _philox_one(i, position, stream, seed)
             score = x + _gumbel(r, cell)
             if score > best:
                 best = score
@@ -286,12 +291,14 @@ def _sample_rows(logits, greedy, scale, top_k, top_p, log_min_p, seeds, position
     weights = np.empty(vocab, np.int64)
     hist = np.empty(2048, np.int64)
     words = np.empty(_BLOCK, np.uint32)
+    uniforms = np.empty(_BLOCK, np.float32)
+    bounds = np.empty(_BLOCK, np.float32)
     cell = np.empty(1, np.float32)
     for r in range(logits.shape[0]):
         if not greedy[r]:
             out[r] = _sample_row(
                 logits[r], scale[r], top_k[r], top_p[r], log_min_p[r], _U(seeds[r]), _U(positions[r]),
-                _U(stream), keys, weights, hist, words, cell,
+                _U(stream), keys, weights, hist, words, uniforms, bounds, cell,
             )  # fmt: skip
 
 
