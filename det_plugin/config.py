@@ -70,7 +70,7 @@ class DetConfig(BaseModel):
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"additional_config[{SECTION!r}]: got {type(value).__name__} {value!r}, "
-                "accepts an object such as {\"default_seed\": 42}, or true or false"
+                'accepts an object such as {"default_seed": 42}, or true or false'
             )
         try:
             return cls(**value)

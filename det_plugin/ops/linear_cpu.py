@@ -55,9 +55,7 @@ class LinearKernel:
     """
 
     name: str
-    prepare: Callable[
-        [torch.Tensor], Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None
-    ]
+    prepare: Callable[[torch.Tensor], Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None]
 
 
 def _prepare_torch(
@@ -273,9 +271,7 @@ def _cpu_linear(x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor
     return _REGISTRY[int(handle.item())](x, bias)
 
 
-def _cpu_linear_fake(
-    x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int
-) -> torch.Tensor:
+def _cpu_linear_fake(x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 

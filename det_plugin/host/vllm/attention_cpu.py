@@ -92,9 +92,7 @@ def install(config: DetConfig) -> None:
         return __init__
 
     def make_build(original: Any) -> Any:
-        def build(
-            self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-        ) -> Any:
+        def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             m = common_attn_metadata
             if isinstance(m.causal, torch.Tensor) or not m.causal:
                 raise CertificateError("attention on the CPU is certified for causal masks only")

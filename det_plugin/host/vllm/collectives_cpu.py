@@ -34,9 +34,7 @@ def install(config: DetConfig) -> None:
             if not input_.is_floating_point():
                 return original(self, input_)
             gathered = input_.new_empty((self.world_size * input_.numel(),))
-            self.dist_module.all_gather_into_tensor(
-                gathered, input_.contiguous().view(-1), group=self.device_group
-            )
+            self.dist_module.all_gather_into_tensor(gathered, input_.contiguous().view(-1), group=self.device_group)
             input_.copy_(ordered_sum(gathered.view(self.world_size, -1)).view_as(input_))
             return input_
 

@@ -129,9 +129,7 @@ def check(vllm_config: Any, config: DetConfig) -> tuple[str, str]:
     backend = backend_name(vllm_config, platform)
     dtype = str(vllm_config.model_config.dtype)
     if dtype not in DTYPES:
-        raise UnsupportedError(
-            f"dtype {dtype}", "its products are not certified", f"use one of {', '.join(DTYPES)}"
-        )
+        raise UnsupportedError(f"dtype {dtype}", "its products are not certified", f"use one of {', '.join(DTYPES)}")
     for feature, spelled in features_in_use(vllm_config, config, platform):
         require(platform, backend, feature, spelled)
     return platform, backend

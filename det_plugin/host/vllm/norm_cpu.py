@@ -25,9 +25,7 @@ def install(config: DetConfig) -> None:
             return
         from det_plugin.errors import HostError
 
-        raise HostError(
-            f"RMSNorm is already replaced by {op_registry_oot['RMSNorm']!r}; uninstall that plugin"
-        )
+        raise HostError(f"RMSNorm is already replaced by {op_registry_oot['RMSNorm']!r}; uninstall that plugin")
 
     @RMSNorm.register_oot(name="RMSNorm")
     class DetRMSNorm(RMSNorm):  # type: ignore[misc, valid-type]
