@@ -1,0 +1,105 @@
+"""Real servers of a real model, shared by the whole session.
+
+Both servers are eager, report cached tokens and keep prefix caching on.  A test that needs other arguments
+starts a server of its own with :func:`make_server`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from det_plugin.verify.demo import SERVER_ARGS, SERVER_ENV
+from det_plugin.verify.model import NAME, smollm2
+from det_plugin.verify.server import VllmServer
+
+HERE = Path(__file__).parent
+SERVED_NAME = NAME
+TEST_TIMEOUT = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything below this folder ``e2e`` and give it a time limit."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None and item.get_closest_marker("soak") is None:
+                item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """Folder of SmolLM2-135M-Instruct, made at the first use."""
+    return smollm2()
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers' logs go; ``DET_PLUGIN_TEST_LOGS`` keeps them elsewhere."""
+    if kept := os.environ.get("DET_PLUGIN_TEST_LOGS"):
+        folder = Path(kept)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def make_server(model_path: Path, log_folder: Path) -> Callable[..., VllmServer]:
+    """``make_server(deterministic=..., extra_args=[...], env={...}, model=...)``: a server not yet started.
+
+    ``extra_args`` follow the usual ones, so that they win; use the result as a context manager.
+    """
+    count = 0
+
+    def make(
+        *,
+        deterministic: bool,
+        extra_args: list[str] | tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        eager: bool = True,
+        model: str | os.PathLike[str] | None = None,
+        **kwargs,
+    ) -> VllmServer:
+        nonlocal count
+        count += 1
+        usual = [argument for argument in SERVER_ARGS if eager or argument != "--enforce-eager"]
+        kind = "deterministic" if deterministic else "stock"
+        return VllmServer(
+            model if model is not None else model_path,
+            deterministic=deterministic,
+            extra_args=[*usual, *extra_args],
+            env={**SERVER_ENV, **(env or {})},
+            log=kwargs.pop("log", log_folder / f"{count:02d}-{kind}.log"),
+            **kwargs,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stock_server(make_server: Callable[..., VllmServer]) -> Iterator[VllmServer]:
+    """vLLM as it comes, without the plugin switched on."""
+    with make_server(deterministic=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def det_server(make_server: Callable[..., VllmServer]) -> Iterator[VllmServer]:
+    """The same with ``--enable-deterministic-inference``."""
+    with make_server(deterministic=True) as server:
+        yield server
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """Attach the servers' last log lines to a failed test."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.when == "call" and report.failed:
+        for name in ("stock_server", "det_server"):
+            server = getattr(item, "funcargs", {}).get(name)
+            if server is not None:
+                report.sections.append((f"{name} log, last lines", server.log_tail(30)))
