@@ -220,7 +220,7 @@ async def _measure_all(
             await clients[name].connect()
             prompts[name] = await Prompts.create(clients[name])
         for number in range(-1, options.rounds):  # round -1 warms up and is not kept
-            order = list(urls) if number % 2 == 0 else list(reversed(urls))
+            order = list(urls) if number % 2 == 0 else list(urls)[::-1]
             for case in options.cases():
                 for name in order:
                     rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
@@ -326,7 +326,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
                         return result.exit_code
             model, measured = asyncio.run(_measure_all(urls, options, say))
             samples.update(measured)
-    report = {
+    report: dict[str, Any] = {
         "environment": env,
         "method": METHOD,
         "interleaved": not options.one_at_a_time,

@@ -13,7 +13,8 @@ import httpx
 
 from det_plugin.evidence.results import GroupResult, ModeResult, VerificationResult
 from det_plugin.verify.client import CompletionClient, NotTestedError, ServerFailureError, normalize_url
-from det_plugin.verify.modes import RUNNERS, Context
+from det_plugin.verify.context import Context
+from det_plugin.verify.modes import RUNNERS
 from det_plugin.verify.options import TestMode, VerifyOptions
 from det_plugin.verify.prompts import Prompts
 
