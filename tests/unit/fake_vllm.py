@@ -155,7 +155,7 @@ class FakeVllm:
                     pick = (pick + 1) % len(ranks)
                 token, logprob = ranks[pick]
                 out.append(token)
-                yield token, logprob, dict([ranks[pick], *ranks][: 1 + (body.get("logprobs") or 0)]), hit
+                yield token, logprob, dict([ranks[pick], *ranks[: body.get("logprobs") or 0]]), hit
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
             raise
@@ -194,8 +194,9 @@ class FakeVllm:
         if body.get("prompt_logprobs") is not None:
             positions: list[dict | None] = [None]
             for i in range(1, len(ids)):
-                ranks = dict(self.distribution(ids[:i]))
-                ranks.setdefault(ids[i], -9.0)
+                full = dict(self.distribution(ids[:i]))
+                ranks = {ids[i]: full.get(ids[i], -9.0)}
+                ranks |= dict(list(full.items())[: body["prompt_logprobs"]])
                 if self.fault == "phase" and i == len(ids) - 2:
                     ranks = {t: float32(v * (1 + 2e-7)) for t, v in ranks.items()}
                 positions.append({str(t): {"logprob": v, "rank": 1} for t, v in ranks.items()})
