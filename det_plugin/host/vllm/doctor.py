@@ -1,0 +1,149 @@
+"""``det-plugin doctor`` and ``det-plugin certify``: what runs here, and making its certificates ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+from det_plugin.errors import DetPluginError, HostError
+
+
+def report() -> dict[str, Any]:
+    """What would run on this machine, as a JSON-able dictionary.
+
+    Raises:
+        HostError: vLLM is not installed, or outside the supported range.
+        UnsupportedError: the platform is not one that anything is certified on.
+    """
+    try:
+        from det_plugin.host.vllm import guards, patching, store
+        from det_plugin.host.vllm.patching import host_version
+    except ImportError as error:
+        raise HostError(f"vLLM can't be imported: {error}") from error
+    from importlib.metadata import entry_points
+
+    from det_plugin.capabilities import matrix
+
+    try:
+        version = host_version()
+    except ImportError as error:
+        raise HostError(f"vLLM is not installed beside det_plugin: {error}") from error
+    patching.check_host_version()
+    platform = guards.platform_name()
+    certificates = store.certificate_store(platform)
+    hidden = os.environ.get("VLLM_PLUGINS")
+    return {
+        "host": f"vLLM {version} (supported: {patching.SUPPORTED})",
+        "platform": platform,
+        "loaded by the host": hidden is None or "det_plugin" in hidden.split(","),
+        "entry points": sorted(
+            f"{e.group}: {e.value}"
+            for group in ("vllm.general_plugins", "vllm.platform_plugins")
+            for e in entry_points(group=group)
+            if e.name == "det_plugin"
+        ),
+        "fingerprint": {"digest": certificates.digest, **store.facts(platform)},
+        "certificate folder": str(certificates.folder),
+        "other fingerprints": sorted(
+            p.name for p in certificates.folder.parent.glob("*") if p.is_dir() and p.name != certificates.digest
+        ),
+        "certificates": [
+            {
+                "operator": c.operator,
+                "key": c.key,
+                "canonical": c.canonical,
+                "accepted": list(c.accepted),
+                "struck out": {name: str(why) for name, why in c.struck_out.items()},
+                "created": c.created,
+            }
+            for c in certificates.all()
+        ],
+        "capabilities": [
+            {
+                "backend": row.backend,
+                "feature": row.feature,
+                "supported": row.supported,
+                "reason": row.reason,
+                "instead": row.instead,
+            }
+            for row in matrix().values()
+            if row.platform == platform
+        ],
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    console.print(f"[bold]{found['host']}[/bold] on {found['platform']}")
+    if not found["loaded by the host"]:
+        console.print("[yellow]VLLM_PLUGINS is set without det_plugin: vLLM will not load it[/yellow]")
+    if not found["entry points"]:
+        console.print("[yellow]the package is importable but not installed: vLLM will not load it[/yellow]")
+    for key, value in found["fingerprint"].items():
+        if value is not None:
+            console.print(f"  {key}: {value}")
+    console.print(f"certificates in {found['certificate folder']}")
+    if not found["certificates"]:
+        console.print("  none yet: made at the first start of a model, or by `det-plugin certify MODEL`")
+    if found["other fingerprints"]:
+        console.print(
+            f"  {len(found['other fingerprints'])} other fingerprint(s) there (other versions, thread counts or "
+            "kernels; an engine's worker may bind fewer threads than this process has)"
+        )
+    table = Table("operator", "key", "canonical", "certified", "struck out")
+    for c in found["certificates"]:
+        struck = Counter(name.partition("=")[0] for name in c["struck out"])
+        named = ", ".join(list(c["struck out"])[:4]) + (" …" if sum(struck.values()) > 4 else "")
+        table.add_row(c["operator"], c["key"], c["canonical"], str(len(c["accepted"])), named or "-")
+    if found["certificates"]:
+        console.print(table)
+    supported = Counter(r["feature"] for r in found["capabilities"] if r["supported"])
+    console.print(f"runs: {', '.join(sorted(supported))}")
+    for row in sorted(found["capabilities"], key=lambda r: str(r["feature"])):
+        if not row["supported"]:
+            console.print(f"refused: {row['feature']}: {row['reason']}. Instead: {row['instead']}.")
+
+
+def main(args: list[str]) -> int:
+    """Print what runs; exit code 0, or 2 when nothing could."""
+    parser = argparse.ArgumentParser(prog="det-plugin doctor", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(args)
+    try:
+        found = report()
+    except DetPluginError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(found, indent=1, default=str))
+    else:
+        _print(found)
+    return 0
+
+
+def certify_main(model: str) -> int:
+    """Start the model once, so that every operator it uses is certified; print what was found."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        print(f"error: vLLM is not installed beside det_plugin: {error}", file=sys.stderr)
+        return 2
+    try:
+        LLM(
+            model,
+            max_model_len=1024,
+            enforce_eager=True,
+            enable_deterministic_inference=True,
+        )
+    except DetPluginError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return main([])
