@@ -206,9 +206,10 @@ class CertificateStore:
                 continue
         return found
 
-    def _discard(self, path: Path, why: str) -> None:
+    def _discard(self, path: Path, why: str) -> Certificate | None:
         logger.warning("certificate %s is %s: it will be rebuilt", path, why)
         path.unlink(missing_ok=True)
+        return None
 
 
 def _fields(certificate: Certificate) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""The operators as ``torch.ops.det_plugin.*``: opaque to torch.compile, safe under CUDA graph capture.
+
+Each has a CUDA implementation (the kernels), a fake one (shapes), and, except ``linear``, a CPU one (the
+references).  Importing this module registers them, once per process; it imports no host engine.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+NAMESPACE = "det_plugin"
+
+_SCHEMAS = {
+    "linear": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "rms_norm": "(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
+    "fused_add_rms_norm": (
+        "(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset=0.0) -> ()"
+    ),
+    "softmax": "(Tensor x) -> Tensor",
+    "log_softmax": "(Tensor x) -> Tensor",
+    "bmm": "(Tensor a, Tensor b) -> Tensor",
+    "mean": "(Tensor x, int[] dim, bool keepdim=False) -> Tensor",
+}
+
+
+def _linear_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    from det_plugin.ops.linear_cuda import dispatcher
+
+    return dispatcher(x, weight, bias)
+
+
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _rms_norm_cuda(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0
+) -> torch.Tensor:
+    from det_plugin.ops.rms_norm import rms_norm_kernel
+
+    return rms_norm_kernel(x, weight, eps, weight_offset)
+
+
+def _rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
+    from det_plugin.ops.rms_norm import check_row_arguments, rms_norm_reference
+
+    check_row_arguments(x, weight)
+    return rms_norm_reference(x, weight, eps, weight_offset)
+
+
+def _rms_norm_fake(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fused_add_rms_norm_cuda(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> None:
+    from det_plugin.ops.rms_norm import fused_add_rms_norm_kernel
+
+    fused_add_rms_norm_kernel(x, residual, weight, eps, weight_offset)
+
+
+def _fused_add_rms_norm_cpu(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> None:
+    from det_plugin.ops.rms_norm import fused_add_rms_norm_in_place_reference
+
+    fused_add_rms_norm_in_place_reference(x, residual, weight, eps, weight_offset)
+
+
+def _fused_add_rms_norm_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> None:
+    return None
+
+
+def _softmax_cuda(x: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.softmax import softmax_kernel
+
+    return softmax_kernel(x, False)
+
+
+def _log_softmax_cuda(x: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.softmax import softmax_kernel
+
+    return softmax_kernel(x, True)
+
+
+def _softmax_cpu(x: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.softmax import softmax_reference
+
+    return softmax_reference(x, False)
+
+
+def _log_softmax_cpu(x: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.softmax import softmax_reference
+
+    return softmax_reference(x, True)
+
+
+def _softmax_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _bmm_cuda(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.bmm import bmm_kernel
+
+    return bmm_kernel(a, b)
+
+
+def _bmm_cpu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    from det_plugin.ops.bmm import bmm_reference
+
+    return bmm_reference(a, b)
+
+
+def _bmm_fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+
+
+def _mean_cuda(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    from det_plugin.ops.mean import mean_kernel
+
+    return mean_kernel(x, dim, keepdim)
+
+
+def _mean_cpu(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    from det_plugin.ops.mean import mean_reference
+
+    return mean_reference(x, dim, keepdim)
+
+
+def _mean_fake(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    from det_plugin.ops.mean import mean_shape
+
+    return x.new_empty(mean_shape(x, dim, keepdim))
+
+
+_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "CUDA": {
+        "linear": _linear_cuda,
+        "rms_norm": _rms_norm_cuda,
+        "fused_add_rms_norm": _fused_add_rms_norm_cuda,
+        "softmax": _softmax_cuda,
+        "log_softmax": _log_softmax_cuda,
+        "bmm": _bmm_cuda,
+        "mean": _mean_cuda,
+    },
+    "CPU": {
+        "rms_norm": _rms_norm_cpu,
+        "fused_add_rms_norm": _fused_add_rms_norm_cpu,
+        "softmax": _softmax_cpu,
+        "log_softmax": _log_softmax_cpu,
+        "bmm": _bmm_cpu,
+        "mean": _mean_cpu,
+    },
+    "Meta": {
+        "linear": _linear_fake,
+        "rms_norm": _rms_norm_fake,
+        "fused_add_rms_norm": _fused_add_rms_norm_fake,
+        "softmax": _softmax_fake,
+        "log_softmax": _softmax_fake,
+        "bmm": _bmm_fake,
+        "mean": _mean_fake,
+    },
+}
+
+
+def _register() -> torch.library.Library | None:
+    if hasattr(torch.ops.det_plugin, "linear"):  # imported twice under two names
+        return None
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+    for key, functions in _IMPLEMENTATIONS.items():
+        for name, function in functions.items():
+            if key == "Meta":
+                torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=library)
+            else:
+                library.impl(name, function, key)
+    return library
+
+
+library = _register()
+"""Keeps the registrations alive; ``library.impl("linear", function, "CPU")`` adds the CPU linear."""

@@ -1,0 +1,458 @@
+"""Linear on CUDA: y = x Wᵀ (+ b).
+
+Contract
+    Order: each element of y is summed sequentially along K, from k = 0 upwards, in one fp32 accumulator (the
+    matrix unit's own step: 16 elements of bfloat16 and float16; one IEEE fused multiply-add of float32).
+    The bias is added in fp32; the sum is rounded once, to x's dtype.
+    The result of a row may depend on that row, W, b, K, the dtype and the GPU architecture; not on the number
+    of rows, the row's position, strides or alignment, or on the schedule.
+
+Schedules are Triton tiles and cuBLASLt algorithms (:mod:`det_plugin.ops.linear_schedules`).  For each
+(N, K, dtype, bias) a *plan* is made at first use, outside CUDA graph capture: every schedule that the tuning
+table may pick is certified against the canonical tile over a ladder of row counts, and what differs is struck
+out.  A call then looks at its row count and launches the table's choice among the certified ones; calls of
+more rows than were certified are cut into pieces.  Tables change speed, never bits.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from det_plugin.errors import CertificateError
+from det_plugin.evidence.certificates import Certificate, CertificateStore, Schedule, certify, row_ladder
+from det_plugin.ops._cublaslt import Algorithm, CublasLt, LinearProblem
+from det_plugin.ops._triton import require_kernel_device
+from det_plugin.ops.linear_schedules import (
+    CANONICAL,
+    Table,
+    Tile,
+    bind_tile,
+    check_table,
+    load_tables,
+    run_tile,
+    table_key,
+    table_path,
+)
+
+logger = logging.getLogger(__name__)
+
+TABLES = Path(__file__).parent / "tuning"
+MAX_ROWS = 8192
+MAX_BLOCK_ELEMENTS = 2**28
+CUBLASLT: Table = ((None, "cublaslt"),)
+
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int], None]
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The contract up to the matrix unit's rounding inside a step: fp32 accumulation, one rounding."""
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def canonical_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [M, K] by the canonical tile."""
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    run_tile(CANONICAL[x.dtype], x, weight, bias, y)
+    return y
+
+
+def asked_rows(m: int) -> int:
+    """Row count that cuBLASLt's heuristic is asked for: exact up to 512, then the next multiple of 64."""
+    return m if m <= 512 else -(-m // 64) * 64
+
+
+def certified_rows(n: int, k: int) -> int:
+    """Largest row count of one launch, a power of two: bounds the memory that certifying takes."""
+    rows = MAX_ROWS
+    while rows > 64 and rows * max(n, k) > MAX_BLOCK_ELEMENTS:
+        rows //= 2
+    return rows
+
+
+def certification_data(
+    rows: int, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Random x, W, b in which a change of order shows.
+
+    The second half of K nearly cancels the first in every other row, so that what an order rounds off weighs
+    more in the small result.
+    """
+    generator = torch.Generator(device).manual_seed(0x5EED)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    x, w = normal(rows, k), normal(n, k)
+    half = k // 2
+    if half:
+        w[:, half : 2 * half] = w[:, :half]
+        x[1::2, half : 2 * half] = normal(rows // 2, half) / 64 - x[1::2, :half]
+    return x, w, normal(n) if has_bias else None
+
+
+class Plan:
+    """Certified schedules of one (N, K, dtype, bias) on one device, and what runs at which row count."""
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        has_bias: bool,
+        table: Table,
+        certificate: Certificate,
+        problem: LinearProblem | None,
+    ) -> None:
+        self.n, self.k, self.dtype, self.has_bias = n, k, dtype, has_bias
+        self.table, self.certificate, self.problem = table, certificate, problem
+        self.max_rows = certified_rows(n, k)
+        self.accepted = frozenset(certificate.accepted)
+        self.by_rows: dict[int, Launch] = {}
+        self._ranges = [parse_range(name) for name in certificate.accepted if name.startswith("cublaslt")]
+        self._vendor: dict[int, Algorithm | None] = {}
+
+    def schedule(self, m: int) -> str:
+        """Name of what runs for ``m`` rows: the table's choice if certified, else cuBLASLt, else canonical."""
+        wanted = next(name for bound, name in self.table if bound is None or m <= bound)
+        if wanted in self.accepted and m <= Tile.parse(wanted).max_rows(self.max_rows):
+            return wanted
+        vendor = self.vendor(m)
+        return vendor.name if vendor is not None else CANONICAL[self.dtype].name
+
+    def vendor(self, m: int) -> Algorithm | None:
+        """cuBLASLt's first choice for ``m`` rows if it is certified at such row counts, else None."""
+        if self.problem is None:
+            return None
+        asked = min(asked_rows(m), self.max_rows)
+        if asked not in self._vendor:
+            first = next(iter(self.problem.algorithms(asked, 1)), None)
+            certified = first is not None and any(
+                name == first.name and low <= m <= high for name, low, high in self._ranges
+            )
+            self._vendor[asked] = first if certified else None
+        return self._vendor[asked]
+
+    def launcher(self, m: int) -> Launch:
+        """What :func:`linear` calls for ``m`` <= :attr:`max_rows` rows."""
+        found = self.by_rows.get(m)
+        if found is None:
+            found = self.by_rows[m] = self.bind(self.schedule(m), m)
+        return found
+
+    def bind(self, name: str, m: int) -> Launch:
+        """Launcher of one schedule for ``m`` rows; operands it cannot read go to the canonical tile."""
+        canonical = bind_tile(CANONICAL[self.dtype], m, self.n, self.k)
+        if not name.startswith("cublaslt"):
+            return bind_tile(Tile.parse(name), m, self.n, self.k, canonical)
+        algorithm = self.vendor(m)
+        if self.problem is None or algorithm is None:
+            raise CertificateError(f"schedule {name}: not certified for N={self.n}, K={self.k}, {m} rows")
+        return bind_cublaslt(self.problem, algorithm, m, self.dtype.itemsize, canonical)
+
+
+def parse_range(name: str) -> tuple[str, int, int]:
+    """``(algorithm, smallest, largest row count)`` of a certified cuBLASLt schedule ``algorithm@low-high``."""
+    algorithm, rows = name.split("@")
+    low, high = rows.split("-")
+    return algorithm, int(low), int(high)
+
+
+def bind_cublaslt(problem: LinearProblem, algorithm: Algorithm, m: int, size: int, otherwise: Launch) -> Launch:
+    """Launcher of one cuBLASLt algorithm; operands that are not 16-byte aligned go to ``otherwise``."""
+    raw = problem.bind(algorithm, m)
+
+    def launch_cublaslt(x, w, bias, y, stream) -> None:
+        x_at, w_at, x_stride, w_stride = x.data_ptr(), w.data_ptr(), x.stride(0), w.stride(0)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        if (
+            (x_at | w_at | bias_at | x_stride * size | w_stride * size) & 15
+            or w.stride(1) != 1
+            or x.stride(1) != 1
+            or w_stride < problem.k
+        ):
+            otherwise(x, w, bias, y, stream)
+            return
+        raw(x_at, w_at, bias_at, y.data_ptr(), x_stride, w_stride, stream)
+
+    return launch_cublaslt
+
+
+class LinearDispatcher:
+    """Makes plans and runs them.
+
+    Args:
+        store: where certificates are kept; None certifies anew in every process.
+        mode: ``"require"`` refuses to make missing certificates.
+        tables: tuning tables by :func:`table_key`; None reads the committed ones of the GPU model, then those
+            measured on this machine.  Problems without a table are measured (mode "auto") or run cuBLASLt.
+        progress: called with one line of text per certified schedule.
+    """
+
+    def __init__(
+        self,
+        store: CertificateStore | None = None,
+        mode: Literal["auto", "require"] = "auto",
+        tables: Mapping[str, Table] | None = None,
+        progress: Callable[[str], None] | None = None,
+        measure: bool = False,
+    ) -> None:
+        self.store, self.mode, self.progress, self.measure = store, mode, progress, measure
+        self.plans: dict[tuple[int, int, torch.dtype, bool, int], Plan] = {}
+        self._given = tables
+        self._tables: dict[str, dict[str, Table]] = {}
+        self._handles: dict[int, CublasLt | None] = {}
+
+    def table(self, dtype: torch.dtype, n: int, k: int, device: int) -> Table | None:
+        """Tuning table of one problem, or None."""
+        key = table_key(dtype, n, k)
+        if self._given is not None:
+            return check_table(self._given[key], key) if key in self._given else None
+        gpu = torch.cuda.get_device_name(device)
+        if gpu not in self._tables:
+            measured = load_tables(table_path(self.store.folder / "tuning", gpu)) if self.store else {}
+            self._tables[gpu] = {**measured, **load_tables(table_path(TABLES, gpu))}
+        return self._tables[gpu].get(key)
+
+    def handle(self, device: int) -> CublasLt | None:
+        """cuBLASLt of the current device, or None (said once) when the library is absent."""
+        if device not in self._handles:
+            try:
+                self._handles[device] = CublasLt()
+            except (OSError, RuntimeError) as error:
+                logger.warning("cuBLASLt is not usable, linear runs Triton schedules only: %s", error)
+                self._handles[device] = None
+        return self._handles[device]
+
+    def plan(self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int) -> Plan:
+        """The plan of one problem; made, certified and tuned at first use.
+
+        Raises:
+            CertificateError: first use falls into CUDA graph capture, or certificates are required and
+                missing.
+        """
+        key = (n, k, dtype, has_bias, device)
+        found = self.plans.get(key)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CertificateError(
+                    f"linear N={n}, K={k}, {dtype}, bias={has_bias}: first used during CUDA graph capture; "
+                    "run it once, or call prepare_linear, before capturing"
+                )
+            with torch.cuda.device(device), torch.no_grad():
+                found = self.plans[key] = self._make(n, k, dtype, has_bias, device)
+        return found
+
+    def _make(self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int) -> Plan:
+        from det_plugin.ops import linear_tuning
+
+        size = dtype.itemsize
+        handle = self.handle(device) if n * size % 16 == 0 and k * size % 16 == 0 else None
+        problem = (
+            LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
+        )
+        table = self.table(dtype, n, k, device)
+        measure = table is None and self.measure
+        if table is not None:
+            names = {name for _, name in table if name != "cublaslt"}
+        else:
+            names = linear_tuning.candidates(dtype, n, k) if measure else set()
+            table = CUBLASLT
+        certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), table, problem)
+        plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
+        if measure:
+            plan.table = linear_tuning.measure_table(plan, torch.device("cuda", device))
+            if self.store is not None:
+                gpu = torch.cuda.get_device_name(device)
+                path = table_path(self.store.folder / "tuning", gpu)
+                linear_tuning.save_table(path, gpu, table_key(dtype, n, k), plan.table)
+        return plan
+
+    def _certify(
+        self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int,
+        names: list[str], table: Table, problem: LinearProblem | None,
+    ) -> Certificate:  # fmt: skip
+        key = f"{table_key(dtype, n, k)},bias={int(has_bias)}"
+        canonical_tile = CANONICAL[dtype]
+        block = certified_rows(n, k)
+        stored = self.store.load("linear", key) if self.store is not None else None
+        if stored is not None and set(names) <= set(stored.accepted) | set(stored.struck_out):
+            if stored.canonical == canonical_tile.name and stored.row_counts[-1] == block:
+                return stored
+        ranges = cublaslt_ranges(problem, block)
+        data: list[Any] = []
+
+        def make_inputs(start: int, rows: int) -> tuple[Any, ...]:
+            if not data:
+                data.extend(certification_data(block, n, k, dtype, has_bias, torch.device("cuda", device)))
+            return data[0][start : start + rows], data[1], data[2]
+
+        def tile_schedule(tile: Tile) -> Schedule:
+            def run(x, w, bias):
+                y = torch.empty((x.shape[0], n), dtype=dtype, device=x.device)
+                run_tile(tile, x, w, bias, y)
+                return y
+
+            return Schedule(tile.name, run, max_rows=tile.max_rows(block))
+
+        def cublaslt_schedule(algorithm: Algorithm, low: int, high: int) -> Schedule:
+            def run(x, w, bias):
+                assert problem is not None
+                y = torch.empty((x.shape[0], n), dtype=dtype, device=x.device)
+                stream = torch.cuda.current_stream().cuda_stream
+                bind_cublaslt(problem, algorithm, x.shape[0], dtype.itemsize, _refuse)(x, w, bias, y, stream)
+                return y
+
+            return Schedule(f"{algorithm.name}@{low}-{high}", run, low, high)
+
+        thresholds = [bound for bound, _ in table if bound is not None]
+        thresholds += [Tile.parse(name).max_rows(block) for name in names]
+        edges = [rows for _, low, high in ranges.values() for rows in (low, high)]
+        counts = sorted({*row_ladder(thresholds, block), *edges})
+        certificate = certify(
+            "linear", key, tile_schedule(canonical_tile),
+            [
+                *(tile_schedule(Tile.parse(name)) for name in names if name != canonical_tile.name),
+                *(cublaslt_schedule(*entry) for entry in ranges.values()),
+            ],
+            make_inputs, counts, store=self.store, mode=self.mode, progress=self.progress,
+        )  # fmt: skip
+        data.clear()
+        torch.cuda.empty_cache()
+        return certificate
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :func:`linear`."""
+        if weight.dim() != 2 or x.dim() == 0:
+            check_linear_arguments(x, weight, bias)
+        n, k = weight.shape
+        device = x.device.index
+        plan = self.plans.get((n, k, x.dtype, bias is not None, device))
+        if plan is None or x.shape[-1] != k or weight.dtype != x.dtype or weight.device != x.device:
+            check_linear_arguments(x, weight, bias)
+            require_kernel_device(x)
+            if n == 0 or k == 0 or x.numel() == 0:
+                y = torch.zeros((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+                return y if bias is None else y + bias
+            plan = self.plan(n, k, x.dtype, bias is not None, device)
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(x, weight, bias)
+        rows = x if x.dim() == 2 else x.reshape(-1, k)
+        m = rows.shape[0]
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        if m > 1:
+            if rows.stride(1) != 1 or rows.stride(0) < k:
+                rows = rows.contiguous()
+        elif rows.stride(0) != k or rows.stride(1) != 1:
+            rows = rows.contiguous().view(-1).view(m, k)
+        if bias is not None and (bias.shape[0] != n or bias.dtype != x.dtype or bias.stride(0) != 1):
+            check_linear_arguments(x, weight, bias)
+            bias = bias.contiguous()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if m <= plan.max_rows:
+            if m:
+                (plan.by_rows.get(m) or plan.launcher(m))(rows, weight, bias, y, stream)
+        else:
+            for start in range(0, m, plan.max_rows):
+                piece = rows[start : start + plan.max_rows]
+                launch = plan.launcher(piece.shape[0])
+                launch(piece, weight, bias, y[start : start + plan.max_rows], stream)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("operands are not 16-byte aligned")
+
+
+def cublaslt_ranges(problem: LinearProblem | None, block: int) -> dict[str, tuple[Algorithm, int, int]]:
+    """Every algorithm that may be chosen up to ``block`` rows, with the smallest and largest such row count."""
+    ranges: dict[str, tuple[Algorithm, int, int]] = {}
+    if problem is None:
+        return ranges
+    for asked in sorted({asked_rows(m) for m in range(1, block + 1)}):
+        offered = problem.algorithms(asked, 1)
+        if offered:
+            smallest = asked if asked <= 512 else asked - 63
+            _, low, _ = ranges.get(offered[0].name, (None, smallest, 0))
+            ranges[offered[0].name] = (offered[0], low, asked)
+    return ranges
+
+
+def check_linear_arguments(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Shapes, dtypes and devices of :func:`linear`.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it accepts.
+    """
+    if x.dtype not in CANONICAL:
+        raise ValueError(f"x: got dtype {x.dtype}, accepts {', '.join(map(str, CANONICAL))}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: got shape {list(weight.shape)}, expected two dimensions [N, K]")
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x: got shape {list(x.shape)}, expected [..., {weight.shape[1]}]")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ValueError(f"{name}: got {other.dtype} on {other.device}, expected {x.dtype} on {x.device}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias: got shape {list(bias.shape)}, expected [{weight.shape[0]}]")
+
+
+dispatcher = LinearDispatcher()
+"""The process's dispatcher: :func:`configure` replaces its settings, plans are kept per problem."""
+
+
+def configure(
+    store: CertificateStore | None,
+    mode: Literal["auto", "require"] = "auto",
+    progress: Callable[[str], None] | None = None,
+    measure: bool = True,
+) -> None:
+    """Give the process's dispatcher a certificate store; forgets plans made before."""
+    dispatcher.__init__(store, mode, None, progress, measure)  # type: ignore[misc]
+
+
+def prepare_linear(
+    n: int, k: int, dtype: torch.dtype, has_bias: bool = False, device: int | None = None
+) -> Certificate:
+    """Certify (and on unknown problems measure) ahead of the first call.
+
+    Args:
+        n, k: the weight's shape.
+        dtype: operands' dtype.
+        has_bias: whether calls pass a bias.
+        device: CUDA device index, the current one when None.
+
+    Returns:
+        The certificate: accepted and struck-out schedules.
+
+    Raises:
+        CertificateError: certificates are required and missing, or a graph is being captured.
+    """
+    index = torch.cuda.current_device() if device is None else device
+    return dispatcher.plan(n, k, dtype, has_bias, index).certificate
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x Wᵀ (+ b), batch-invariant.
+
+    Args:
+        x: [..., K], bfloat16, float16 or float32 on CUDA; any strides; may be empty.
+        weight: [N, K], x's dtype.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [..., N], contiguous, x's dtype.
+
+    Raises:
+        ValueError: wrong dtype, shape or device.
+        CertificateError: see :meth:`LinearDispatcher.plan`.
+    """
+    return torch.ops.det_plugin.linear(x, weight, bias)
