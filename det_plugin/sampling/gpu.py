@@ -167,28 +167,35 @@ def _order_key(x):
 
 
 @triton.jit
+def _digit(
+    row_ptr, vocab, prefix, rest, scale, base, floor, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One step of the radix selection: the next WIDTH bits of the key, and the rank left within them."""
+    count = tl.zeros((2048,), tl.int32)
+    bins = tl.arange(0, 2048)
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = _load(row_ptr, token, token < vocab)
+        alive = (x > float("-inf")) & (x * scale - base >= floor)
+        key = _order_key(x)
+        if SHIFT + WIDTH < 32:
+            alive = alive & ((key >> (SHIFT + WIDTH)) == prefix)
+        digit = ((key >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
+        count += tl.histogram(digit, 2048, mask=alive)
+    reach = tl.cumsum(count, axis=0, reverse=True)
+    digit = tl.maximum(tl.max(tl.where(reach >= rest, bins, -1), axis=0), 0)
+    rest = rest - tl.sum(tl.where(bins > digit, count, 0), axis=0)
+    return (prefix << WIDTH) | digit.to(tl.uint32), rest
+
+
+@triton.jit
 def _top_k_limit(row_ptr, vocab, k, scale, base, floor, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
     """(logit, id) of the k-th token in order, by radix selection on the bits of the logit."""
-    prefix = tl.zeros((), tl.uint32)
-    rest = k
-    bins = tl.arange(0, 2048)
-    for level in tl.static_range(LEVELS):
-        shift: tl.constexpr = 21 if level == 0 else (10 if level == 1 else 0)
-        width: tl.constexpr = 10 if level == 2 else 11
-        count = tl.zeros((2048,), tl.int32)
-        for start in range(0, vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            x = _load(row_ptr, token, token < vocab)
-            alive = (x > float("-inf")) & (x * scale - base >= floor)
-            key = _order_key(x)
-            if level > 0:
-                alive = alive & ((key >> (shift + width)) == prefix)
-            digit = ((key >> shift) & ((1 << width) - 1)).to(tl.int32)
-            count += tl.histogram(digit, 2048, mask=alive)
-        reach = tl.cumsum(count, axis=0, reverse=True)
-        digit = tl.maximum(tl.max(tl.where(reach >= rest, bins, -1), axis=0), 0)
-        rest = rest - tl.sum(tl.where(bins > digit, count, 0), axis=0)
-        prefix = (prefix << width) | digit.to(tl.uint32)
+    prefix = tl.full((), 0, tl.uint32)
+    prefix, rest = _digit(row_ptr, vocab, prefix, k, scale, base, floor, 21, 11, BLOCK)
+    prefix, rest = _digit(row_ptr, vocab, prefix, rest, scale, base, floor, 10, 11, BLOCK)
+    if LEVELS == 3:
+        prefix, rest = _digit(row_ptr, vocab, prefix, rest, scale, base, floor, 0, 10, BLOCK)
     if LEVELS == 2:  # bf16 and fp16 logits: the ten low bits of the key are all equal
         prefix = (prefix << 10) | tl.where(prefix >> 21 == 1, 0, 1023).to(tl.uint32)
     bits = prefix.to(tl.int32, bitcast=True)
@@ -207,6 +214,9 @@ def _top_k_limit(row_ptr, vocab, k, scale, base, floor, LEVELS: tl.constexpr, BL
                 last = tl.max(tl.where((equal > 0) & (running <= rest), token, -1), axis=0)
                 id_lim = tl.maximum(id_lim, last)
             seen += found
+    if limit != limit:  # noqa: PLR0124  fewer than k tokens: every digit was 0, the bits of a NaN; no limit
+        limit = float("-inf")
+        id_lim = 2147483647
     return limit, id_lim
 
 
