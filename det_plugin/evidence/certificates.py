@@ -120,9 +120,7 @@ class Certificate:
             raise TypeError(f"certificate: got {type(value).__name__}, expected an object")
         value = dict(value)
         struck = {
-            str(name): Difference(
-                **{**d, "coordinate": None if d["coordinate"] is None else tuple(d["coordinate"])}
-            )
+            str(name): Difference(**{**d, "coordinate": None if d["coordinate"] is None else tuple(d["coordinate"])})
             for name, d in value.pop("struck_out").items()
         }
         accepted = tuple(map(str, value.pop("accepted")))
@@ -320,8 +318,7 @@ def certify(
             progress(f"{operator} {key}: {schedule.name}: {difference or 'certified'}")
         if schedule is canonical and difference is not None:
             raise CertificateError(
-                f"{operator} for {key}: canonical schedule {canonical.name} depends on the row count: "
-                f"{difference}"
+                f"{operator} for {key}: canonical schedule {canonical.name} depends on the row count: {difference}"
             )
     certificate = Certificate(
         operator=operator,
@@ -340,11 +337,7 @@ def certify(
 
 def _covers(certificate: Certificate, names: Sequence[str], counts: Sequence[int]) -> bool:
     known = set(certificate.accepted) | set(certificate.struck_out)
-    return (
-        certificate.canonical == names[0]
-        and set(names) <= known
-        and set(counts) <= set(certificate.row_counts)
-    )
+    return certificate.canonical == names[0] and set(names) <= known and set(counts) <= set(certificate.row_counts)
 
 
 def _outputs(result: Any) -> list[Any]:

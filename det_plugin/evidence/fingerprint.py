@@ -96,9 +96,7 @@ def _cpu_facts() -> dict[str, Any]:
     }
 
 
-def fingerprint(
-    device: str, *, device_index: int = 0, extra: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def fingerprint(device: str, *, device_index: int = 0, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Facts that results may depend on, as a JSON-able dictionary.
 
     Args:

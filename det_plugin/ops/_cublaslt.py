@@ -106,9 +106,7 @@ class CublasLt:
         _check(self.library.cublasLtCreate(byref(handle)), "cublasLtCreate")
         self.handle = handle.value
         preference = c_void_p()
-        _check(
-            self.library.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate"
-        )
+        _check(self.library.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate")
         self.preference = preference
         for attribute, value in [
             (_PREF_MAX_WORKSPACE, c_uint64(0)),
@@ -178,9 +176,7 @@ class LinearProblem:
         if found is None:
             layout = c_void_p()
             _check(
-                self.lt.library.cublasLtMatrixLayoutCreate(
-                    ctypes.addressof(layout), self.type, rows, columns, leading
-                ),
+                self.lt.library.cublasLtMatrixLayoutCreate(ctypes.addressof(layout), self.type, rows, columns, leading),
                 "cublasLtMatrixLayoutCreate",
             )
             assert layout.value is not None
@@ -243,9 +239,7 @@ class LinearProblem:
         matmul, handle, alpha, beta = self._matmul, self.lt.handle, self._alpha, self._beta
         n, k, descriptors, make = self.n, self.k, self._descriptors, self._descriptor
 
-        def launch(
-            x: int, w: int, bias: int, y: int, x_stride: int, w_stride: int, stream: int, _keep=buffer
-        ) -> None:
+        def launch(x: int, w: int, bias: int, y: int, x_stride: int, w_stride: int, stream: int, _keep=buffer) -> None:
             pair = layouts.get((x_stride, w_stride))
             if pair is None:
                 pair = layouts[x_stride, w_stride] = (

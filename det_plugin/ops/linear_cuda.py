@@ -53,9 +53,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def canonical_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def canonical_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] by the canonical tile."""
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     run_tile(CANONICAL[x.dtype], x, weight, bias, y)
@@ -253,9 +251,7 @@ class LinearDispatcher:
 
         size = dtype.itemsize
         handle = self.handle(device) if n * size % 16 == 0 and k * size % 16 == 0 else None
-        problem = (
-            LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
-        )
+        problem = LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
         table = self.table(dtype, n, k, device)
         measure = table is None and self.measure
         if table is not None:
@@ -326,9 +322,7 @@ class LinearDispatcher:
         torch.cuda.empty_cache()
         return certificate
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See :func:`linear`."""
         if weight.dim() != 2 or x.dim() == 0:
             check_linear_arguments(x, weight, bias)

@@ -306,9 +306,7 @@ def run_tile(
     return made[grid], constants
 
 
-def bind_tile(
-    tile: Tile, m: int, n: int, k: int, otherwise: Callable[..., None] | None = None
-) -> Callable[..., None]:
+def bind_tile(tile: Tile, m: int, n: int, k: int, otherwise: Callable[..., None] | None = None) -> Callable[..., None]:
     """A launcher ``launch(x, w, bias, y, stream)`` for ``m`` rows that remembers the compiled kernel.
 
     The memory is used for aligned operands with unit inner strides; others go through :func:`run_tile`, or
@@ -331,9 +329,7 @@ def bind_tile(
         if ready and found is not None:
             runner, constants = found
             if pointer:
-                runner(
-                    x, w, bias_arg, y, m, n, k, 0, x_stride, 1, 0, w_stride, 1, 0, *constants, stream=stream
-                )
+                runner(x, w, bias_arg, y, m, n, k, 0, x_stride, 1, 0, w_stride, 1, 0, *constants, stream=stream)
             else:
                 runner(
                     TensorDescriptor(x, (m, k), (x_stride, 1), x_block),

@@ -1,0 +1,260 @@
+"""The operators' Triton kernels on the CPU: indexing, and the order of every sum, bit for bit.
+
+Run with TRITON_INTERPRET=1.  The interpreter rounds to bfloat16 by truncation and multiplies bfloat16 matrices
+wrongly, so bit-exact tests take float16 and float32, and products of bfloat16 are widened first.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from det_plugin.ops._triton import INTERPRET, tree_sum_reference
+from det_plugin.ops.bmm import bmm_kernel, bmm_reference
+from det_plugin.ops.linear_schedules import CANONICAL, Tile, run_tile
+from det_plugin.ops.mean import mean_kernel, mean_reference
+from det_plugin.ops.rms_norm import (
+    fused_add_rms_norm_kernel,
+    fused_add_rms_norm_reference,
+    rms_norm_kernel,
+    rms_norm_reference,
+)
+from det_plugin.ops.softmax import softmax_kernel, softmax_reference
+
+if not INTERPRET:
+    raise RuntimeError("run with TRITON_INTERPRET=1 (make interpreter)")
+
+TILES = [
+    "pointer-64x64x64-w4-s3",
+    "pointer-16x32x64-w4-s3",
+    "pointer-32x16x32-w4-s2",
+    "tma-16x32x64-w4-s3",
+    "swap-16x64x64-w4-s3",
+    "persistent-32x32x32-w4-s3",
+]
+EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+
+def randn(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(tile, x, w, bias=None):
+    y = torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=x.dtype)
+    run_tile(Tile.parse(tile) if isinstance(tile, str) else tile, x, w, bias, y)
+    return y
+
+
+def sequential_tiles(x, w, tile):
+    """The kernel's order in numpy: K blocks one after the other, added to one fp32 accumulator."""
+    k = x.shape[1]
+    blocks = -(-k // tile.block_k)
+
+    def padded(t, rows):
+        out = np.zeros((rows, blocks * tile.block_k), np.float32)
+        out[: t.shape[0], :k] = t.float().numpy()
+        return out
+
+    y = np.empty((x.shape[0], w.shape[0]), np.float32)
+    for i in range(0, x.shape[0], tile.block_m):
+        for j in range(0, w.shape[0], tile.block_n):
+            a = padded(x[i : i + tile.block_m], tile.block_m)
+            b = padded(w[j : j + tile.block_n], tile.block_n)
+            total = np.zeros((tile.block_m, tile.block_n), np.float32)
+            for start in range(0, a.shape[1], tile.block_k):
+                part = slice(start, start + tile.block_k)
+                total = np.matmul(a[:, part], b[:, part].T, dtype=np.float32) + total
+            target = y[i : i + tile.block_m, j : j + tile.block_n]
+            target[:] = total[: target.shape[0], : target.shape[1]]
+    return torch.from_numpy(y).to(x.dtype)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (5, 40, 72), (33, 64, 128), (70, 136, 200)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_tile_indexes_every_element(tile, shape, dtype, has_bias):
+    """Small integers: every order gives the exact result, so any wrong index shows."""
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m)
+    x = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
+    w = torch.randint(-2, 3, (n, k), generator=generator).to(dtype)
+    bias = torch.randint(-3, 4, (n,), generator=generator).to(dtype) if has_bias else None
+    want = x.double() @ w.double().T + (0 if bias is None else bias.double())
+    assert want.abs().max() <= 256  # exact in every dtype
+    assert torch.equal(run(tile, x, w, bias), want.to(dtype))
+
+
+@pytest.mark.parametrize("tile", ["pointer-64x64x64-w4-s3", "pointer-16x32x64-w4-s3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_k_is_walked_in_order_in_one_accumulator(tile, dtype):
+    x, w = randn(37, 200, dtype=dtype), randn(70, 200, dtype=dtype, seed=1)
+    assert torch.equal(run(tile, x, w), sequential_tiles(x, w, Tile.parse(tile)))
+
+
+def test_negative_control_another_order_differs():
+    x, w = randn(37, 200, dtype=torch.float32), randn(70, 200, dtype=torch.float32, seed=1)
+    tile = CANONICAL[torch.float32]
+    backwards = sequential_tiles(x.flip(1), w.flip(1), tile)
+    assert not torch.equal(run(tile, x, w), backwards)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_accuracy(tile, dtype):
+    x, w, bias = randn(20, 128, dtype=dtype), randn(48, 128, dtype=dtype), randn(48, dtype=dtype)
+    want = x.double() @ w.double().T + bias.double()
+    error = (run(tile, x, w, bias).double() - want).norm() / want.norm()
+    # the interpreter truncates to bfloat16 instead of rounding
+    assert error < (4 if dtype == torch.bfloat16 else 2) * max(EPS[dtype], 2.0**-22)
+
+
+def test_odd_sizes_strides_and_offsets():
+    tile = CANONICAL[torch.float16]
+    big = randn(40, 90, dtype=torch.float16)
+    weight = randn(91, 77, dtype=torch.float16, seed=2)
+    x, w = big[1:34:2, 3:80], weight[:43]
+    assert torch.equal(run(tile, x, w), run(tile, x.contiguous(), w.contiguous()))
+    transposed = w.T.contiguous().T
+    assert transposed.stride() != w.contiguous().stride()
+    assert torch.equal(run(tile, x, transposed), run(tile, x.contiguous(), w.contiguous()))
+    assert torch.equal(run(tile, x, w), sequential_tiles(x, w, tile))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_bmm_equals_linear_in_each_batch(dtype):
+    a, b = randn(3, 17, 70, dtype=dtype), randn(3, 70, 33, dtype=dtype, seed=1)
+    y = bmm_kernel(a, b)
+    for i in range(3):
+        assert torch.equal(y[i], run(CANONICAL[dtype], a[i], b[i].T.contiguous()))
+    want = a.double() @ b.double()
+    assert (y.double() - want).norm() / want.norm() < 2 * max(EPS[dtype], 2.0**-22)
+    assert (bmm_reference(a, b).double() - want).norm() / want.norm() < 2 * max(EPS[dtype], 2.0**-22)
+    assert bmm_kernel(a[:0], b[:0]).shape == (0, 17, 33)
+    with pytest.raises(ValueError, match=r"b: got shape \[3, 70, 33\], expected \[3, 17, N\]"):
+        bmm_kernel(a.transpose(1, 2), b)
+
+
+WIDTHS = [1, 7, 64, 128, 576, 1000, 4096]
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 9000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_bit_for_bit(width, dtype, offset):
+    if width > 8192 and dtype == torch.float32:
+        dtype = torch.float16  # older interpreters do not fuse multiply-add; its products are exact here
+    x, w = randn(5, 3, width, dtype=dtype), randn(width, dtype=dtype, seed=1)
+    y = rms_norm_kernel(x, w, 1e-6, offset)
+    assert torch.equal(y, rms_norm_reference(x, w, 1e-6, offset))
+    wide = x.double()
+    want = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (w.double() + offset)
+    assert (y.double() - want).norm() / want.norm() < 2 * EPS[dtype] + 2.0**-22
+    assert torch.equal(rms_norm_kernel(x, None, 1e-6), rms_norm_reference(x, None, 1e-6))
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 9000])
+def test_fused_add_equals_add_then_norm(width):
+    dtype = torch.float16
+    x, r = randn(6, width, dtype=dtype), randn(6, width, dtype=dtype, seed=1)
+    w = randn(width, dtype=dtype, seed=2)
+    y, total = x.clone(), r.clone()
+    fused_add_rms_norm_kernel(y, total, w, 1e-6)
+    assert torch.equal(total, x + r)
+    assert torch.equal(y, rms_norm_kernel(x + r, w, 1e-6))
+    want, want_total = fused_add_rms_norm_reference(x, r, w, 1e-6)
+    assert torch.equal(y, want)
+    assert torch.equal(total, want_total)
+
+
+def test_norm_rows_do_not_depend_on_count_position_or_strides():
+    qkv = randn(9, 6 * 64, dtype=torch.float16)
+    w = randn(64, dtype=torch.float16, seed=1)
+    heads = qkv[:, 64 : 5 * 64].view(9, 4, 64)
+    assert not heads.is_contiguous()
+    y = rms_norm_kernel(heads, w, 1e-6)
+    assert torch.equal(y, rms_norm_kernel(heads.contiguous(), w, 1e-6))
+    for i in range(9):
+        assert torch.equal(y[i], rms_norm_kernel(heads[i], w, 1e-6))
+    deep = randn(2, 3, 4, 64, dtype=torch.float16).transpose(0, 2)
+    assert torch.equal(rms_norm_kernel(deep, w, 1e-6), rms_norm_kernel(deep.contiguous(), w, 1e-6))
+    last = randn(64, 9, dtype=torch.float16).T
+    assert torch.equal(rms_norm_kernel(last, w, 1e-6), rms_norm_kernel(last.contiguous(), w, 1e-6))
+
+
+def test_fused_add_on_strided_inputs_writes_in_place():
+    buffer = randn(8, 200, dtype=torch.float16)
+    for x, r in [
+        (buffer[:, :100], randn(8, 100, dtype=torch.float16, seed=1)),
+        (randn(8, 100, dtype=torch.float16), buffer[:, 100:]),
+        (randn(100, 8, dtype=torch.float16).T, randn(100, 8, dtype=torch.float16, seed=1).T),
+    ]:
+        want, want_total = fused_add_rms_norm_reference(x, r, None, 1e-6)
+        outside = buffer.clone()
+        fused_add_rms_norm_kernel(x, r, None, 1e-6)
+        assert torch.equal(x, want)
+        assert torch.equal(r, want_total)
+        if r.data_ptr() != buffer[:, 100:].data_ptr() and x.data_ptr() == buffer.data_ptr():
+            assert torch.equal(buffer[:, 100:], outside[:, 100:])
+
+
+def test_tree_is_by_halves_negative_control():
+    v = randn(50, 64, dtype=torch.float32)
+    by_pairs = v
+    while by_pairs.shape[1] > 1:
+        by_pairs = by_pairs[:, ::2] + by_pairs[:, 1::2]
+    assert not torch.equal(tree_sum_reference(v), by_pairs[:, 0])
+
+
+@pytest.mark.parametrize("width", [1, 7, 128, 4096, 4097, 12345])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("log", [False, True])
+def test_softmax(width, dtype, log):
+    x = randn(4, width, dtype=dtype) * 4
+    y = softmax_kernel(x, log)
+    want = (torch.log_softmax if log else torch.softmax)(x.double(), -1)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y.double(), want, rtol=1e-5, atol=3e-6 if log else 0)
+    assert torch.allclose(y.double(), softmax_reference(x, log).double(), rtol=1e-5, atol=3e-6)
+    strided = torch.cat([x, x], 1)[:, width:]
+    for i in range(4):
+        assert torch.equal(softmax_kernel(x[i], log), y[i])
+        assert torch.equal(softmax_kernel(strided[i : i + 1], log)[0], y[i])
+
+
+@pytest.mark.parametrize("width", [100, 9000])
+def test_softmax_of_masked_rows(width):
+    x = randn(4, width, dtype=torch.float32)
+    x[0, 3:] = float("-inf")
+    x[1] = float("-inf")
+    x[2, 5] = float("nan")
+    x[3, 5] = float("inf")
+    y = softmax_kernel(x, False)
+    assert (y[0, 3:] == 0).all()
+    assert y[0, :3].sum().item() == pytest.approx(1, abs=1e-6)
+    assert y[1:].isnan().all()
+    logs = softmax_kernel(x[:1], True)
+    assert (logs[0, 3:] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("dim", [[-1], [0], [1], [0, 2], [-3, 1, 2]])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_mean(dim, keepdim, dtype):
+    x = randn(3, 5, 1100, dtype=dtype)
+    y = mean_kernel(x, dim, keepdim)
+    assert torch.equal(y, mean_reference(x, dim, keepdim))
+    want = x.double().mean(dim, keepdim)
+    assert y.shape == want.shape
+    assert torch.allclose(y.double(), want, rtol=2 * EPS[dtype], atol=1e-6)
+
+
+def test_mean_refusals():
+    x = randn(3, 5, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"dim: got \[2\], expected distinct dimensions of a 2-d tensor"):
+        mean_kernel(x, [2], False)
+    with pytest.raises(ValueError, match="at least one element"):
+        mean_kernel(x[:, :0], [1], False)
+    with pytest.raises(ValueError, match=r"x: got dtype torch.int64"):
+        mean_kernel(torch.ones(3, dtype=torch.int64), [0], False)
+    with pytest.raises(ValueError, match=r"weight: got shape \[4\], expected \[5\]"):
+        rms_norm_kernel(x, torch.ones(4), 1e-6)

@@ -1,0 +1,133 @@
+"""Every Triton kernel of the operators compiles to machine code for compute capability 9.0, without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from det_plugin.ops import linear_schedules, mean, rms_norm, softmax
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    raise RuntimeError("these tests compile kernels: run them without TRITON_INTERPRET")
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def compile_kernel(kernel, types, constants, **options):
+    """Compile with argument types by name; ":16" marks divisibility by 16."""
+    names = [p.name for p in kernel.params]
+    signature, attributes = {}, {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        kind = types[name]
+        if kind.endswith(":16"):
+            kind = kind[:-3]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def pointer_arguments(dtype):
+    types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), f"*{dtype}:16")
+    types |= dict.fromkeys(("N", "K", "x_row_stride", "w_row_stride"), "i32:16")
+    types |= dict.fromkeys(("M", "x_batch_stride", "w_batch_stride", "y_batch_stride"), "i32")
+    return types
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("even_k", [False, True])
+def test_canonical_tile(dtype, has_bias, even_k):
+    block_k = 32 if dtype == "fp32" else 64
+    constants = {
+        "x_k_stride": 1, "w_k_stride": 1, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": block_k, "GROUP_M": 8,
+        "EVEN_K": even_k, "HAS_BIAS": has_bias, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "WIDEN": False,
+    }  # fmt: skip
+    compiled = compile_kernel(
+        linear_schedules._linear_pointer_kernel, pointer_arguments(dtype), constants, num_warps=4, num_stages=3
+    )
+    if dtype == "fp32":
+        assert "tf32" not in compiled.asm["ptx"]
+        assert "fma.rn.f32" in compiled.asm["ptx"]
+    else:
+        assert "wgmma" in compiled.asm["ptx"]
+    assert "atom" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tma-16x32x128-w4-s5",
+        "tma-128x128x64-w8-s3",
+        "swap-16x64x128-w4-s5",
+        "swap-32x64x128-w4-s4",
+        "persistent-128x256x64-w8-s3",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_bulk_copy_tiles(name, dtype):
+    tile = linear_schedules.Tile.parse(name)
+    types = {
+        "x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>",
+        "w_desc": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>",
+        "bias_ptr": f"*{dtype}:16", "y_ptr": f"*{dtype}:16", "M": "i32", "N": "i32:16", "K": "i32:16",
+    }  # fmt: skip
+    constants = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": 8,
+        "HAS_BIAS": True, "SWAP": tile.kind == "swap", "PERSISTENT": tile.kind == "persistent",
+        "WIDEN": False,
+    }  # fmt: skip
+    compiled = compile_kernel(
+        linear_schedules._linear_tma_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages
+    )
+    ptx = compiled.asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx
+    assert ("wgmma" in ptx) == (tile.kind == "swap" or tile.block_m >= 64)
+
+
+@pytest.mark.parametrize("width", [128, 576, 4096, 12288])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rms_norm(width, fused):
+    lanes = min(triton.next_power_of_2(width), rms_norm.MAX_LANES)
+    types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr"), "*bf16:16")
+    types |= dict.fromkeys(("x_outer_stride", "y_outer_stride", "residual_row_stride"), "i32:16")
+    types |= {"rows": "i32", "x_inner_stride": "i32:16", "y_inner_stride": "i32:16", "eps": "fp32"}
+    constants = {
+        "inner": 1, "N": width, "LANES": lanes, "LOG2_LANES": lanes.bit_length() - 1,
+        "ROWS": max(1, 1024 // lanes), "HAS_RESIDUAL": fused, "HAS_WEIGHT": True, "WEIGHT_OFFSET": 0.0,
+    }  # fmt: skip
+    compiled = compile_kernel(
+        rms_norm._rms_norm_kernel,
+        types,
+        constants,
+        num_warps=max(4, min(16, lanes // 512)),
+        enable_fp_fusion=False,
+    )
+    assert "ld.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_softmax(log):
+    types = {"x_ptr": "*bf16:16", "y_ptr": "*fp32:16", "statistics_ptr": "*fp32:16", "rows": "i32"}
+    types |= {"N": "i32:16", "x_row_stride": "i32:16"}
+    size = {"SEGMENT_SIZE": 4096, "SEGMENT_LOG2": 12}
+    row = {"SEGMENT_SIZE": 128, "SEGMENT_LOG2": 7, "ROWS": 8, "LOG": log}
+    merge = {"SEGMENT_SIZE": 4096, "SEGMENTS": 38, "SEGMENTS_POWER_OF_2": 64, "SEGMENTS_LOG2": 6, "LOG": log}
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    compile_kernel(softmax._softmax_row_kernel, types, row, **options)
+    compile_kernel(softmax._segment_kernel, types, size, **options)
+    compile_kernel(softmax._merge_kernel, types, merge, **options)
+
+
+def test_mean():
+    types = {"x_ptr": "*bf16:16", "y_ptr": "*bf16:16", "rows": "i32", "N": "i32"}
+    constants = {"LANES": 1024, "LOG2_LANES": 10, "ROWS": 1}
+    compile_kernel(mean._mean_kernel, types, constants, num_warps=4, enable_fp_fusion=False)
