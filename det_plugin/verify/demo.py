@@ -386,7 +386,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         temperatures = [float(value) for value in options.temperature.split(",")]
     except ValueError:
-        parser.error(f"--temperature: got {options.temperature!r}, accepts numbers such as 0,0.8")
+        temperatures = [-1.0]
+    if not all(0 <= value < float("inf") for value in temperatures):
+        parser.error(f"--temperature: got {options.temperature!r}, accepts numbers from 0 such as 0,0.8")
     return run_demo(report=options.report, modes=modes, temperatures=temperatures)
 
 
