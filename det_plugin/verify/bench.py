@@ -352,13 +352,12 @@ def print_table(cases: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Non
 
     others = [n for n in names if any(n in c.get("others", {}) for c in cases)]
     table = Table(title="tokens per second, median over rounds")
-    for column in ("case", "unit", "stock", "deterministic", "ratio", "ratio spread", *others):
-        table.add_column(column, justify="left" if column in ("case", "unit") else "right")
+    for column in ("case", "stock", "deterministic", "ratio", "spread of ratio", *others):
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=column != "case")
     for case in cases:
         spread = case["spread"].get("ratio")
         row = [
-            case["case"],
-            case["unit"],
+            f"{case['case']} ({case['unit']})",
             *(f"{case[k]:.1f}" if case[k] is not None else "-" for k in ("stock", "deterministic")),
             f"{case['ratio']:.3f}" if case["ratio"] is not None else "-",
             f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else "-",

@@ -187,7 +187,7 @@ def test_bad_files_are_one_line(tmp_path):
 
 def test_bench_measures_running_servers_and_writes_the_agreed_json(tmp_path):
     out = tmp_path / "speed.json"
-    with SocketServer(FakeVllm()) as stock, SocketServer(FakeVllm(delay=0.03)) as slow:
+    with SocketServer(FakeVllm()) as stock, SocketServer(FakeVllm(delay=0.015)) as slow:
         result = invoke(
             *("bench", "--servers", f"stock={stock.url},deterministic={slow.url},other={stock.url}"),
             *("--out", out, "--rounds", 2, "--concurrency", "1,2", "--output-tokens", 8),
