@@ -92,12 +92,12 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "use --decode-context-parallel-size 1",
     ),
     "max-autotune": (
-        "the compiler picks matrix-product code by measured time",
-        "leave max_autotune out of inductor_compile_config",
+        "the compiler picks code by measured time",
+        "leave it out of --compilation-config",
     ),
     "V2 model runner": (
         "its CPU sampler is not proven",
-        "unset VLLM_USE_V2_MODEL_RUNNER",
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     "V1 model runner": (
         "its CUDA sampler is not proven",
@@ -110,6 +110,33 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "leave tp_invariant false; results are then stated per tensor-parallel size in the fingerprint",
     ),
     "sleep mode": ("weights reloaded after sleep are not re-certified", "start without --enable-sleep-mode"),
+    "weight transfer": (
+        "weights replaced while the engine runs are not certified again",
+        "start without --weight-transfer-config",
+    ),
+    "compile sizes": (
+        "code compiled for single row counts is chosen by the batch",
+        "leave compile_sizes out of --compilation-config",
+    ),
+    "dual batch overlap": (
+        "splitting a step in two is not proven",
+        "start without --enable-dbo and --ubatch-size",
+    ),
+    "KV-sharing fast prefill": ("it is not proven", "start without --kv-sharing-fast-prefill"),
+    "Transformers modeling backend": (
+        "norms and other reductions in it are plain PyTorch",
+        "use a model that vLLM implements itself, and leave --model-impl out",
+    ),
+    "custom worker class": ("only vLLM's own workers were read", "leave --worker-cls out"),
+    "custom executor": (
+        "only vLLM's own multiprocessing executor is proven",
+        "use --distributed-executor-backend mp, or leave it out",
+    ),
+    "several nodes": ("collectives between machines are not proven", "use --nnodes 1"),
+    "Rust front end": (
+        "requests would not pass the seed rules and the request checks",
+        "unset VLLM_USE_RUST_FRONTEND and VLLM_RUST_FRONTEND_PATH",
+    ),
     "weight offloading": (
         "weights held in another memory go through other kernels",
         "start without --cpu-offload-gb and --offload-group-size",

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
 
 from det_plugin.errors import ConfigError
 
@@ -43,14 +43,18 @@ class DetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enable: StrictBool = True
-    default_seed: StrictInt | Literal["random"] = Field(default=42)
+    default_seed: int | Literal["random"] = Field(default=42)
     noise_scope: Literal["seed", "prompt"] = "seed"
     tp_invariant: StrictBool = False
     certificates: Literal["auto", "require"] = "auto"
 
-    def model_post_init(self, __context: Any) -> None:
-        if isinstance(self.default_seed, int) and not 0 <= self.default_seed <= INT64_MAX:
-            raise ConfigError(f"default_seed: got {self.default_seed}, accepts 0 to {INT64_MAX} or 'random'")
+    @field_validator("default_seed", mode="before")
+    @classmethod
+    def _check_default_seed(cls, value: Any) -> Any:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value == "random" or (whole and 0 <= value <= INT64_MAX):
+            return value
+        raise ValueError(f"accepts an integer from 0 to {INT64_MAX} or 'random'")
 
     def as_section(self) -> dict[str, Any]:
         """The JSON-able dictionary stored under :data:`SECTION`."""
@@ -79,7 +83,7 @@ class DetConfig(BaseModel):
             raise ConfigError(
                 "; ".join(
                     f"additional_config[{SECTION!r}].{'.'.join(str(p) for p in e['loc']) or '?'}: "
-                    f"got {e['input']!r}, {e['msg']}"
+                    f"got {e['input']!r}, {e['msg'].removeprefix('Value error, ')}"
                     for e in error.errors()
                 )
                 + f" (known fields: {fields})"
@@ -122,7 +126,8 @@ def resolve(flag: bool | None, additional_config: Any) -> DetConfig | None:
             additional_config = json.loads(additional_config)
         except json.JSONDecodeError as error:
             raise ConfigError(f"additional_config: not JSON ({error})") from None
-    has_section = isinstance(additional_config, Mapping) and SECTION in additional_config
+    is_mapping = isinstance(additional_config, Mapping)
+    has_section = is_mapping and SECTION in additional_config
     section = DetConfig.from_section(additional_config[SECTION]) if has_section else None
     env = env_switch()
     if flag is not None and section is not None and flag != section.enable:
@@ -139,4 +144,9 @@ def resolve(flag: bool | None, additional_config: Any) -> DetConfig | None:
     enabled = explicit if explicit is not None else bool(env)
     if not enabled:
         return None
+    if additional_config is not None and not is_mapping:
+        raise ConfigError(
+            f"additional_config: got {type(additional_config).__name__} {additional_config!r}, accepts an object "
+            f'such as {{"{SECTION}": {{"default_seed": 42}}}}'
+        )
     return section or DetConfig(enable=True)

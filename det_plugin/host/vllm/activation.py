@@ -40,18 +40,21 @@ def prepare(engine_args: Any, config: DetConfig) -> None:
         HostError: vLLM is outside the supported range.
     """
     check_host_version()
-    from det_plugin.host.vllm.guards import platform_name
+    from det_plugin.host.vllm import guards
 
-    if platform_name() == "cpu":
-        compilation = engine_args.compilation_config
-        if hasattr(compilation, "custom_ops"):
-            if "none" in compilation.custom_ops:
+    platform = guards.platform_name()
+    guards.check_backend_name(engine_args.attention_backend, platform)
+    guards.check_front_end(platform)
+    if platform == "cpu":
+        custom_ops = engine_args.compilation_config.custom_ops
+        for name in custom_ops:
+            if name == "none" or name.startswith("-"):
                 raise ConfigError(
-                    "compilation_config.custom_ops: got 'none', deterministic inference needs 'all' on the CPU "
+                    f"compilation_config.custom_ops: got {name!r}, deterministic inference needs 'all' on the CPU "
                     "(compiled and eager code then share their kernels); leave the option out"
                 )
-            if "all" not in compilation.custom_ops:
-                compilation.custom_ops.append("all")
+        if "all" not in custom_ops:
+            custom_ops.append("all")
 
 
 def activate_front_end(vllm_config: Any, config: DetConfig) -> None:

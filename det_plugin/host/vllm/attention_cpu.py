@@ -255,7 +255,7 @@ def certify_attention(
     rows = rows_per_item(isa, heads, kv_heads)
     key = (
         f"{str(dtype).removeprefix('torch.')},heads={heads},kv={kv_heads},dim={dim},block={block_size},isa={isa},"
-        f"window={window},softcap={softcap},length={length}"
+        f"window={window},softcap={softcap},length={length},rows={rows}"
     )
     case: dict[str, Any] = {}
 

@@ -7,8 +7,15 @@ from typing import Any
 
 from det_plugin.capabilities import CPU_BACKENDS, CUDA_BACKENDS, require
 from det_plugin.config import DetConfig
-from det_plugin.errors import UnsupportedError
+from det_plugin.errors import ConfigError, UnsupportedError
 
+WORKERS = {
+    "cpu": ("auto", "vllm.v1.worker.cpu_worker.CPUWorker"),
+    "cuda": ("auto", "vllm.v1.worker.gpu_worker.Worker"),
+}
+BACKENDS = {"cpu": CPU_BACKENDS, "cuda": CUDA_BACKENDS}
+AUTOTUNE = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+EXECUTORS = (None, "mp", "uni")
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
@@ -88,13 +95,57 @@ def features_in_use(vllm_config: Any, config: DetConfig, platform: str) -> Itera
     offload = vllm_config.offload_config
     if getattr(offload.uva, "cpu_offload_gb", 0) or getattr(offload.prefetch, "offload_group_size", 0):
         yield "weight offloading", "--cpu-offload-gb or --offload-group-size"
-    if (vllm_config.compilation_config.inductor_compile_config or {}).get("max_autotune"):
-        yield "max-autotune", "max_autotune"
+    inductor = vllm_config.compilation_config.inductor_compile_config or {}
+    for name in AUTOTUNE:
+        if inductor.get(name):
+            yield "max-autotune", f"inductor_compile_config.{name}"
+    if vllm_config.compilation_config.compile_sizes:
+        yield "compile sizes", f"compile_sizes {vllm_config.compilation_config.compile_sizes}"
+    if vllm_config.weight_transfer_config is not None:
+        yield "weight transfer", "--weight-transfer-config"
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        yield "dual batch overlap", "--enable-dbo or --ubatch-size"
+    if cache.kv_sharing_fast_prefill:
+        yield "KV-sharing fast prefill", "--kv-sharing-fast-prefill"
+    if model.using_transformers_backend():
+        yield "Transformers modeling backend", f"model code of Transformers ({model.architectures[0]})"
+    if parallel.worker_cls not in WORKERS[platform]:
+        yield "custom worker class", f"--worker-cls {parallel.worker_cls}"
+    executor = parallel.distributed_executor_backend
+    if executor not in EXECUTORS:
+        yield "custom executor", f"--distributed-executor-backend {getattr(executor, '__name__', executor)}"
+    if parallel.nnodes > 1:
+        yield "several nodes", f"--nnodes {parallel.nnodes}"
     v2 = bool(vllm_config.use_v2_model_runner)
     if platform == "cpu" and v2:
         yield "V2 model runner", "the V2 model runner on CPU"
     if platform == "cuda" and not v2:
         yield "V1 model runner", "the V1 model runner on CUDA"
+
+
+def check_backend_name(name: Any, platform: str) -> None:
+    """Refuse an ``--attention-backend`` that does not exist.
+
+    Raises:
+        ConfigError: naming the backends that are certified on ``platform``.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if isinstance(name, str) and name.lower() != "auto" and name.upper() not in AttentionBackendEnum.__members__:
+        raise ConfigError(f"--attention-backend: got {name!r}, accepts {' or '.join(BACKENDS[platform])} here")
+
+
+def check_front_end(platform: str) -> None:
+    """Refuse a front end in which the seed rules cannot be installed.
+
+    Raises:
+        UnsupportedError: the Rust front end was asked for.
+    """
+    import os
+
+    on = os.environ.get("VLLM_USE_RUST_FRONTEND", "").strip().lower() not in ("", "0", "false")
+    if on or os.environ.get("VLLM_RUST_FRONTEND_PATH"):
+        require(platform, "*", "Rust front end", "VLLM_USE_RUST_FRONTEND or VLLM_RUST_FRONTEND_PATH")
 
 
 def backend_name(vllm_config: Any, platform: str) -> str:
@@ -104,7 +155,14 @@ def backend_name(vllm_config: Any, platform: str) -> str:
         UnsupportedError: the chosen backend is not one of the platform's certified ones.
     """
     chosen = vllm_config.attention_config.backend
-    allowed = CPU_BACKENDS if platform == "cpu" else CUDA_BACKENDS
+    allowed = BACKENDS[platform]
+    for kind, backend in vllm_config.attention_config.backend_per_kind.items():
+        if backend is not chosen:
+            raise UnsupportedError(
+                f"attention_config.backend_per_kind {kind}: {backend.name}",
+                "only one attention backend at a time is certified",
+                "leave backend_per_kind out",
+            )
     if chosen is None:
         return "CPU_ATTN" if platform == "cpu" else "FLASH_ATTN"
     if chosen.name not in allowed:

@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 from det_plugin.evidence.certificates import CertificateStore
 from det_plugin.evidence.fingerprint import fingerprint, fingerprint_digest
+
+
+NUMERIC_PREFIXES = ("ATEN_CPU_", "DNNL_", "KMP_DETERMINISTIC", "MKL_", "ONEDNN_", "OPENBLAS_", "TORCH_ALLOW_TF32")
+"""Environment variables that steer which vendor code runs: certificates hold for one setting of them."""
+
+NUMERIC_NAMES = ("VLLM_FLOAT32_MATMUL_PRECISION",)
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that vendor libraries choose kernels by."""
+    return {
+        f"env:{name}": value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(NUMERIC_PREFIXES) or name in NUMERIC_NAMES
+    }
+
+
+def cpu_flags() -> str:
+    """Digest of the processor's feature flags: a virtual machine may hide some of a known model's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        if line.lower().startswith(("flags", "features")):
+            words = " ".join(sorted(line.partition(":")[2].split()))
+            return hashlib.sha256(words.encode()).hexdigest()[:16]
+    return ""
 
 
 @functools.cache
@@ -14,7 +45,10 @@ def facts(platform: str) -> dict[str, Any]:
     """The fingerprint of this process (cached: call it after threads are bound)."""
     from det_plugin.host.vllm.patching import host_version
 
-    return fingerprint(platform, extra={"host": f"vllm {host_version()}"})
+    extra = {"host": f"vllm {host_version()}", **environment()}
+    if platform == "cpu":
+        extra["cpu_flags"] = cpu_flags()
+    return fingerprint(platform, extra=extra)
 
 
 @functools.cache

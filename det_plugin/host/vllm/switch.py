@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
 from det_plugin.config import SECTION, DetConfig, resolve
 from det_plugin.errors import ConfigError, DetPluginError
+from det_plugin.host.vllm import refusal
 
 KEYWORD = "enable_deterministic_inference"
 FLAG = "--enable-deterministic-inference"
@@ -91,10 +94,9 @@ def _with_keyword(original: Any) -> Any:
 
                 additional = json.loads(additional) if isinstance(additional, str) else dict(additional)
             kwargs["additional_config"] = {**additional, SECTION: config.as_section()}
-            backend = kwargs.get("attention_backend")
-            if isinstance(backend, str) and backend.lower() in BACKEND_ALIASES:
-                kwargs["attention_backend"] = BACKEND_ALIASES[backend.lower()]
-        original(self, *args, **kwargs)
+            kwargs.update(_without_aliases(kwargs))
+        with explained(config is not None, model=kwargs.get("model")):
+            original(self, *args, **kwargs)
 
     return __init__
 
@@ -113,41 +115,89 @@ def _with_flag(original: Any) -> Any:
             help="Return the same token ids and logprobs for the same request, bit for bit, whatever shares "
             "its batch, whatever the caches hold, however the engine schedules.",
         )
-        for action in parser._actions:
-            if "--attention-backend" in action.option_strings:
-                _accept_aliases(action)
         _explain_refusals()
         return parser
 
     return add_cli_args
 
 
-def _accept_aliases(action: argparse.Action) -> None:
-    parse = action.type
+def _without_aliases(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that name an attention backend by one of our short names, in the host's own spelling."""
 
-    def attention_backend(value: str) -> Any:
-        name = BACKEND_ALIASES.get(value.lower(), value)
-        return parse(name) if callable(parse) else name
+    def own(name: Any) -> Any:
+        return BACKEND_ALIASES.get(name.lower(), name) if isinstance(name, str) else name
 
-    if not getattr(parse, "accepts_aliases", False):
-        attention_backend.accepts_aliases = True  # type: ignore[attr-defined]
-        action.type = attention_backend
+    found = {}
+    if isinstance(kwargs.get("attention_backend"), str):
+        found["attention_backend"] = own(kwargs["attention_backend"])
+    config = kwargs.get("attention_config")
+    if isinstance(config, dict) and isinstance(config.get("backend"), str):
+        found["attention_config"] = {**config, "backend": own(config["backend"])}
+    return found
+
+
+_EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
+"""What the host raises for arguments it cannot serve; anything else keeps its stack trace."""
+
+
+@contextmanager
+def explained(on: bool, model: Any = None) -> Iterator[None]:
+    """Give an error of the host a line of its own, which the command line shows in place of a stack trace.
+
+    The error itself stays what it is, for callers from Python.
+    """
+    try:
+        yield
+    except Exception as error:
+        if on and isinstance(error, _EXPECTED) and not isinstance(error, DetPluginError):
+            with suppress(AttributeError):
+                error.__det_plugin__ = _one_line(error, model)  # type: ignore[attr-defined]
+        raise
+
+
+def _one_line(error: Exception, model: Any) -> str:
+    text = str(error).strip()
+    details = getattr(error, "errors", None)
+    if callable(details):  # pydantic's ValidationError: its text carries type names and a link
+        with suppress(Exception):
+            text = "; ".join(
+                ".".join(map(str, (getattr(error, "title", ""), *e["loc"])))
+                + ": "
+                + str(e["msg"]).removeprefix("Value error, ")
+                for e in details()
+            )
+    text = " ".join(text.split()) or type(error).__name__
+    if isinstance(model, str) and _not_found(error):
+        return (
+            f"model: got {model!r}, accepts a folder that holds config.json, or the name of a model that this "
+            f"machine has or can download ({text})"
+        )
+    return text
+
+
+def _not_found(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    missing = {"HFValidationError", "LocalEntryNotFoundError", "RepositoryNotFoundError", "GatedRepoError"}
+    text = str(error)
+    return bool(names & missing) or "Invalid repository ID" in text or "valid model identifier" in text
 
 
 def _explain_refusals() -> None:
-    """On the command line a refusal is one clear line and exit code 2, without a stack trace."""
+    """On the command line a refusal is one clear line without a stack trace, and the exit code is not zero."""
     previous = sys.excepthook
     if getattr(previous, "det_plugin", False):
         return
 
     def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, DetPluginError):
+        while cause is not None and not isinstance(cause, DetPluginError) and not hasattr(cause, "__det_plugin__"):
             cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            previous(kind, error, trace)
-        else:
-            print(f"error: {cause}", file=sys.stderr, flush=True)
+        if cause is not None:
+            print(f"error: {getattr(cause, '__det_plugin__', cause)}", file=sys.stderr, flush=True)
+            return
+        previous(kind, error, trace)
+        if reason := refusal.read():
+            print(f"error: {reason}", file=sys.stderr, flush=True)
 
     excepthook.det_plugin = True  # type: ignore[attr-defined]
     sys.excepthook = excepthook
@@ -172,19 +222,29 @@ def _with_guards(original: Any) -> Any:
             return original(self, *args, **kwargs)
         from det_plugin.host.vllm import activation
 
-        activation.prepare(self, config)
-        vllm_config = original(self, *args, **kwargs)
+        with explained(True, model=self.model):
+            activation.prepare(self, config)
+            vllm_config = original(self, *args, **kwargs)
         activation.activate_front_end(vllm_config, config)
+        refusal.prepare()
         return vllm_config
 
     return create_engine_config
+
+
+_REFUSING_STEPS = ("init_device", "load_model", "initialize_from_config")
+"""Methods of a worker during which layers are checked and schedules certified."""
 
 
 def _with_activation(original: Any) -> Any:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         from det_plugin.host.vllm import activation
 
-        activation.activate_worker(vllm_config, section_of(vllm_config))
+        config = section_of(vllm_config)
+        with refusal.told():
+            activation.activate_worker(vllm_config, config)
         original(self, vllm_config, *args, **kwargs)
+        for name in _REFUSING_STEPS if config is not None else ():
+            setattr(self, name, refusal.telling(getattr(self, name)))
 
     return __init__
