@@ -401,7 +401,25 @@ def environment():
     return env
 
 
+def warm(part, parts):
+    """Compile a share of the Triton variants; processes side by side fill the shared cache."""
+    jobs = [(heads, page, rows, shared) for heads in HEADS for page in (16, 128) for rows in (1, 300)
+            for shared in (False, True) if page == 16 or heads in HEADS[:4]]
+    for heads, page, rows, shared in jobs[part::parts]:
+        pool = Pool(heads[1], heads[2], page, 64 * page)
+        q = torch.randn(rows, heads[0], heads[2], device=DEV, dtype=torch.bfloat16)
+        batch = Batch([Request(q, pool.take(page), min(page, 16)) if rows == 1 else Request(q, pool.take(300), 300)], page)
+        runner = Triton(heads, page)
+        if not shared:
+            runner.workspace = None
+        runner(batch, pool, torch.empty_like(q))
+    torch.cuda.synchronize()
+
+
 def main() -> int:
+    if len(sys.argv) > 2 and sys.argv[1] == "warm":
+        warm(int(sys.argv[2]), int(sys.argv[3]))
+        return 0
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=pathlib.Path, required=True)
     ap.add_argument("--backends", default="triton,fa3")
@@ -411,6 +429,12 @@ def main() -> int:
     backends = args.backends.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
     good, env = True, environment()
+    if "triton" in backends:
+        begun = time.time()
+        helpers = [subprocess.Popen([sys.executable, __file__, "warm", str(i), "12"]) for i in range(12)]
+        for helper in helpers:
+            helper.wait()
+        print(f"compiled in {time.time() - begun:.0f} s", flush=True)
     if "speed" in args.only:
         results: list[dict] = []
         try:
