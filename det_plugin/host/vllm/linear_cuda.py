@@ -53,7 +53,7 @@ def _prepare(layer: Any) -> None:
 
 def install(config: DetConfig) -> None:
     """Route every unquantized product of this process through the plugin's operator; idempotent."""
-    import det_plugin.ops  # noqa: F401  registers torch.ops.det_plugin.*
+    import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
     from det_plugin.ops import linear_cuda
 
     linear_cuda.configure(certificate_store("cuda"), config.certificates, measure=False)

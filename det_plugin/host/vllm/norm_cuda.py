@@ -17,7 +17,7 @@ from det_plugin.host.vllm.patching import resolve
 
 def install(config: DetConfig) -> None:
     """Register both norms; idempotent."""
-    import det_plugin.ops  # noqa: F401  registers torch.ops.det_plugin.*
+    import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
 
     resolve("vllm.model_executor.custom_op:CustomOp.register_oot")
     from vllm.model_executor.custom_op import op_registry_oot

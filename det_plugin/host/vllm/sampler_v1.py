@@ -215,6 +215,9 @@ def _make_sample(original: Any) -> Any:
         num_reqs = self.input_batch.num_reqs
         self.sampler.det_seeds = row_seeds(self)
         self.sampler.det_positions = self.optimistic_seq_lens_cpu[:num_reqs].numpy().astype(np.int64)
+        # Every request has a seed here, so the host gave each a torch generator.  Nothing draws from them, and
+        # the host rewinds them after a prefill chunk, which a CPU generator answers with an error.
+        self.input_batch.generators.clear()
         try:
             return original(self, logits, spec_decode_metadata)
         finally:
