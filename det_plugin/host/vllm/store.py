@@ -11,7 +11,6 @@ from typing import Any
 from det_plugin.evidence.certificates import CertificateStore
 from det_plugin.evidence.fingerprint import fingerprint, fingerprint_digest
 
-
 NUMERIC_PREFIXES = ("ATEN_CPU_", "DNNL_", "KMP_DETERMINISTIC", "MKL_", "ONEDNN_", "OPENBLAS_", "TORCH_ALLOW_TF32")
 """Environment variables that steer which vendor code runs: certificates hold for one setting of them."""
 
