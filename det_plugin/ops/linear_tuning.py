@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 """Row counts that are measured; each is the largest of its interval in the table."""
 
-ROTATION_BYTES = 256 * 2**20
+ROTATION_BYTES = 192 * 2**20
 """Weights are rotated over this many bytes, so that they come from device memory and not from the L2 cache."""
 
 
@@ -57,7 +57,7 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 3) -> float
 
 def rotating_weights(n: int, k: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Distinct random weights whose sizes add up to more than the L2 cache."""
-    copies = max(2, min(64, ROTATION_BYTES // (n * k * dtype.itemsize) + 1))
+    copies = max(2, min(400, ROTATION_BYTES // (n * k * dtype.itemsize) + 1))
     first = torch.randn(n, k, device=device, dtype=dtype)
     return [first, *(torch.roll(first, i + 1, 0) for i in range(copies - 1))]
 

@@ -36,9 +36,9 @@ def compile_kernel(kernel, types, constants, **options):
 
 def pointer_arguments(dtype):
     types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), f"*{dtype}:16")
-    types |= dict.fromkeys(("N", "K", "x_row_stride", "w_row_stride"), "i32:16")
-    types |= dict.fromkeys(("M", "x_batch_stride", "w_batch_stride", "y_batch_stride"), "i32")
-    return types
+    strides = ("x_batch_stride", "x_row_stride", "w_batch_stride", "w_row_stride", "y_batch_stride")
+    types |= dict.fromkeys(("N", "K", *strides), "i32:16")
+    return types | {"M": "i32"}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -59,6 +59,7 @@ def test_canonical_tile(dtype, has_bias, even_k):
         assert "fma.rn.f32" in compiled.asm["ptx"]
     else:
         assert "wgmma" in compiled.asm["ptx"]
+    assert "cp.async" in compiled.asm["ptx"]  # loads are pipelined
     assert "atom" not in compiled.asm["ptx"]
 
 

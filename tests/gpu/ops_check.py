@@ -1,0 +1,517 @@
+"""Checks and times the operators on a CUDA GPU.
+
+    PYTHONPATH=. python tests/gpu/ops_check.py --out FOLDER [--quick] [--seconds 150]
+
+Writes FOLDER/ops_invariance.json (every comparison is of bytes; each group has a negative control that must
+differ) and FOLDER/ops_speed.json (stock against deterministic, interleaved).  Exit code 1 when a comparison
+differs, a negative control does not, or an accuracy bound is broken.
+"""
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear as stock_linear
+from torch.nn.functional import rms_norm as stock_rms_norm
+
+import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
+from det_plugin.evidence.fingerprint import fingerprint, package_version
+from det_plugin.ops import linear_cuda, rms_norm, softmax
+from det_plugin.ops.bmm import bmm
+from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear
+from det_plugin.ops.linear_schedules import CANONICAL, Tile, table_key
+from det_plugin.ops.linear_tuning import graph_time, rotating_weights
+from det_plugin.ops.mean import mean, mean_reference
+
+SHAPES = {
+    "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
+    "Qwen3-1.7B": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (151936, 2048)],
+    "Qwen3-8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
+    "Llama-3.1-8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
+    "Qwen2.5-7B": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)],
+    "Gemma-3-4B": [(4096, 2560), (2560, 2048), (20480, 2560), (2560, 10240), (262208, 2560)],
+    "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+}
+"""(N, K) of the fused QKV, attention output, fused gate and up, down projection, and lm_head."""
+
+BIASED = {("Qwen2.5-7B", (4608, 3584))}
+SPEED_ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
+SPEED_MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Llama-3.1-8B")
+DEVICE = torch.device("cuda")
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+checks: list[dict] = []
+speed: list[dict] = []
+failures: list[str] = []
+
+
+def differing_rows(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Rows (first dimension) whose bytes differ."""
+    assert a.shape == b.shape, (a.shape, b.shape)
+    assert a.dtype == b.dtype
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    unequal = a.contiguous().view(kind) != b.contiguous().view(kind)
+    return int(unequal.reshape(a.shape[0], -1).any(1).sum()) if a.numel() else 0
+
+
+def record(name: str, model: str, comparisons: int, mismatches: int, control: int | None, **more) -> None:
+    """One line of the report; ``control`` None where another check of the group carries the control."""
+    checks.append(
+        {
+            "name": name,
+            "model": model,
+            "backend": "ops",
+            "comparisons": comparisons,
+            "mismatches": mismatches,
+            "negative_control_mismatches": control,
+            **more,
+        }
+    )
+    if mismatches:
+        failures.append(f"{name} {model}: {mismatches} of {comparisons} differ")
+    if not comparisons:
+        failures.append(f"{name} {model}: nothing was compared")
+
+
+def row_counts(table_bounds: list[int], seed: int, count: int = 60, top: int = 8192) -> list[int]:
+    """``count`` row counts from 1 to ``top``: both sides of each threshold, the rest random."""
+    fixed = {1, 2, 3, top, top - 1}
+    for bound in (*table_bounds, 16, 32, 64, 128, 256, 512, 1024):
+        fixed |= {bound, bound + 1}
+    fixed = {c for c in fixed if c <= top}
+    rng = random.Random(seed)
+    while len(fixed) < count:
+        fixed.add(int(math.exp(rng.uniform(0, math.log(top)))))
+    return sorted(fixed)
+
+
+def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype, counts: int) -> None:
+    """Rows bitwise equal over row counts and positions, repeats, accuracy, stock as negative control."""
+    for model, shapes in models.items():
+        compared = mismatched = control = rows_run = 0
+        worst_ratio, struck = 0.0, {}
+        for n, k in shapes:
+            has_bias = (model, (n, k)) in BIASED
+            top = 8192
+            x, w, b = linear_cuda.certification_data(top, n, k, dtype, has_bias, DEVICE)
+            plan = dispatcher.plan(n, k, dtype, has_bias, 0)
+            struck |= {f"{n},{k},{name}": str(d) for name, d in plan.certificate.struck_out.items()}
+            expected = canonical_linear(x, w, b)
+            stock_all = stock_linear(x, w, b)
+            rng = random.Random(n + k)
+            bounds = [bound for bound, _ in plan.table if bound is not None]
+            for m in row_counts(bounds, n, counts, top):
+                start = rng.randrange(top - m + 1)
+                mismatched += differing_rows(dispatcher(x[start : start + m], w, b), expected[start : start + m])
+                compared += m
+                rows_run += 1
+            for m in (1, 2, 3, 8, 16, 33, 64, 100, 256):
+                control += differing_rows(stock_linear(x[:m], w, b), stock_all[:m])
+            for m in (1, 17, 100, 700):
+                first = dispatcher(x[:m], w, b)
+                mismatched += sum(differing_rows(dispatcher(x[:m], w, b), first) for _ in range(10))
+                compared += 10 * m
+            exact = x[:128].double() @ w.double().T + (0 if b is None else b.double())
+            ours, theirs = ((t[:128].double() - exact).norm() / exact.norm() for t in (expected, stock_all))
+            worst_ratio = max(worst_ratio, (ours / theirs).item())
+            del x, w, b, expected, stock_all, exact
+            torch.cuda.empty_cache()
+        kind = str(dtype).removeprefix("torch.")
+        record(
+            f"linear rows ({kind})", model, compared, mismatched, control, row_counts=rows_run,
+            error_ratio_to_cublas=round(worst_ratio, 4), struck_out=struck,
+        )  # fmt: skip
+        if worst_ratio > 1.01:
+            failures.append(f"linear {model} {kind}: error {worst_ratio:.3f} of cuBLAS's")
+
+
+def check_linear_shapes(dispatcher: LinearDispatcher) -> None:
+    """N-d, strided, unaligned, odd and empty inputs against the canonical tile on contiguous copies."""
+    compared = mismatched = 0
+
+    def same(y: torch.Tensor, want: torch.Tensor) -> None:
+        nonlocal compared, mismatched
+        want = want.reshape(y.shape)
+        compared += max(1, y.shape[0])
+        mismatched += differing_rows(y, want) if y.numel() else 0
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n, k in [(577, 333), (1, 1), (1, 4096), (129, 8), (1000, 1001), (64, 64), (264, 520)]:
+            base = torch.randn(260, k + 9, device=DEVICE, dtype=dtype)
+            w = torch.randn(n, k, device=DEVICE, dtype=dtype)
+            b = torch.randn(n, device=DEVICE, dtype=dtype)
+            x = base[:, :k].contiguous()
+            want = canonical_linear(x, w, b)
+            exact = x.double() @ w.double().T + b.double()
+            error = ((want.double() - exact).norm() / exact.norm()).item()
+            if not error < 4 * max(EPS[dtype], 2.0**-22):
+                failures.append(f"linear {dtype} N={n} K={k}: error {error:.2e}")
+            for m in (1, 2, 17, 64, 65, 129, 260):
+                same(dispatcher(x[:m], w, b), want[:m])
+            same(dispatcher(base[:, :k], w, b), want)
+            shifted = torch.empty(260 * k + 1, device=DEVICE, dtype=dtype)[1:].view(260, k).copy_(x)
+            same(dispatcher(shifted, w, b), want)
+            same(dispatcher(x.T.contiguous().T, w, b), want)
+            same(dispatcher(x[::2], w, b), want[::2])
+            same(dispatcher(x.view(2, 130, k), w, b), want)
+            same(dispatcher(x.view(2, 130, k)[:, ::3], w, b), want.view(2, 130, n)[:, ::3])
+            same(dispatcher(x, w.T.contiguous().T, b), want)
+            same(dispatcher(x[7], w, b), want[7:8])
+            same(dispatcher(x[:1].expand(5, k), w, b), want[:1].expand(5, n))
+            assert dispatcher(x[:0], w, b).shape == (0, n)
+            assert dispatcher(x[:0].view(0, 4, k), w, None).shape == (0, 4, n)
+            assert dispatcher(x.new_empty(3, 0), x.new_empty(n, 0), None).eq(0).all()
+    for arguments, words in [
+        ((torch.ones(2, 3, device=DEVICE, dtype=torch.int32), torch.ones(4, 3, device=DEVICE)), "x: got dtype"),
+        ((torch.ones(2, 3, device=DEVICE), torch.ones(4, 5, device=DEVICE)), "x: got shape"),
+        ((torch.ones(2, 3, device=DEVICE), torch.ones(4, 3, device=DEVICE).half()), "weight: got"),
+    ]:
+        try:
+            dispatcher(*arguments)
+            failures.append(f"linear accepted {words}")
+        except ValueError as error:
+            if words not in str(error):
+                failures.append(f"linear said {error}, expected {words}")
+    record("linear shapes", "", compared, mismatched, None)
+
+
+def check_linear_modes() -> None:
+    """Two tuning tables, CUDA graph replay, torch.compile and another process's plan: one set of bytes."""
+    compared = mismatched = 0
+    for n, k in [(6144, 4096), (1024, 3072)]:
+        x, w, _ = linear_cuda.certification_data(700, n, k, torch.bfloat16, False, DEVICE)
+        key = table_key(torch.bfloat16, n, k)
+        tiles = ((8, "pointer-16x32x128-w4-s4"), (64, "swap-64x64x128-w4-s5"), (None, "tma-128x128x64-w8-s4"))
+        first = LinearDispatcher(tables={key: ((None, "cublaslt"),)})
+        second = LinearDispatcher(tables={key: tiles})
+        names: set[str] = set()
+        for m in (1, 8, 9, 64, 65, 700):
+            a, b = first(x[:m], w), second(x[:m], w)
+            mismatched += differing_rows(a, b)
+            compared += m
+            plans = (first.plan(n, k, torch.bfloat16, False, 0), second.plan(n, k, torch.bfloat16, False, 0))
+            names |= {plan.schedule(m).split("-")[0] for plan in plans}
+            static, graph = x[:m].clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = (first(static, w), second(static, w))
+            graph.replay()
+            mismatched += sum(differing_rows(c, a) for c in captured)
+            compiled = torch.compile(torch.ops.det_plugin.linear, fullgraph=True, backend="aot_eager")
+            mismatched += differing_rows(compiled(x[:m], w, None), a)
+            compared += 3 * m
+        if len(names) < 4:
+            failures.append(f"two tables ran only {sorted(names)}")
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            LinearDispatcher()(x[:3], w)
+        failures.append("a plan was made during capture")
+    except linear_cuda.CertificateError:
+        pass
+    record("linear two tables, graph, compile", "", compared, mismatched, None)
+
+
+def check_norms() -> None:
+    """Reference bit for bit, row counts, positions, strides, fused against unfused."""
+    for width in (128, 576, 1024, 2048, 2560, 3584, 4096, 12288):
+        compared = mismatched = 0
+        w = torch.randn(width, device=DEVICE, dtype=torch.bfloat16)
+        x = torch.randn(4096, width, device=DEVICE, dtype=torch.bfloat16)
+        r = torch.randn_like(x)
+        for offset in (0.0, 1.0):
+            want = rms_norm.rms_norm_reference(x, w, 1e-6, offset)
+            fused_want, total_want = rms_norm.fused_add_rms_norm_reference(x, r, w, 1e-6, offset)
+            for m in row_counts([255, 256], width, 40, 4096):
+                start = random.Random(m).randrange(4096 - m + 1)
+                rows = slice(start, start + m)
+                y = rms_norm.rms_norm(x[rows], w, 1e-6, offset)
+                fx, fr = x[rows].clone(), r[rows].clone()
+                rms_norm.fused_add_rms_norm(fx, fr, w, 1e-6, offset)
+                unfused = rms_norm.rms_norm(x[rows] + r[rows], w, 1e-6, offset)
+                for got, expected in (
+                    (y, want[rows]), (fx, fused_want[rows]), (fr, total_want[rows]), (fx, unfused),
+                ):  # fmt: skip
+                    mismatched += differing_rows(got, expected)
+                    compared += m
+        wide = torch.randn(300, width + 8, device=DEVICE, dtype=torch.bfloat16)
+        for view in (wide[:, :width], wide[:, 1 : width + 1], wide[::3, 4 : width + 4]):
+            got = rms_norm.rms_norm(view, w)
+            mismatched += differing_rows(got, rms_norm.rms_norm(view.contiguous(), w))
+            mismatched += differing_rows(got, rms_norm.rms_norm_reference(view, w, 1e-6))
+            compared += 2 * len(view)
+        heads = torch.randn(64, 3 * width, device=DEVICE, dtype=torch.bfloat16)[:, width:].view(64, 2, width)
+        got = rms_norm.rms_norm(heads, w).view(128, width)
+        mismatched += differing_rows(got, rms_norm.rms_norm_reference(heads, w, 1e-6).view(128, width))
+        compared += 128
+        kept, rms_norm.MAX_LANES = rms_norm.MAX_LANES, 64
+        control = differing_rows(x, x)  # zero; then a tree of 64 lanes instead of the contract's
+        y32 = x.float()
+        wrong = rms_norm.rms_norm_reference(y32, None, 1e-6)
+        rms_norm.MAX_LANES = kept
+        control += differing_rows(wrong, rms_norm.rms_norm(y32, None))
+        record("rms_norm, fused_add_rms_norm", f"width {width}", compared, mismatched, control)
+
+
+def check_softmax() -> None:
+    """Row counts, positions, strides; accuracy against float64; another segment width as control."""
+    for width in (128, 4096, 32000, 151936, 262144):
+        compared = mismatched = 0
+        rows_total = 64 if width > 10000 else 512
+        x = torch.randn(rows_total, width, device=DEVICE, dtype=torch.bfloat16) * 4
+        for log, function in ((False, softmax.softmax), (True, softmax.log_softmax)):
+            want = function(x)
+            exact = (torch.log_softmax if log else torch.softmax)(x.double(), -1)
+            error = (want.double() - exact).abs().max().item()
+            relative = error if log else ((want.double() - exact).abs() / exact).max().item()
+            if relative > 1e-5:
+                failures.append(f"softmax width {width} log={log}: error {relative:.2e}")
+            for m in row_counts([], width, 20, rows_total):
+                start = random.Random(m).randrange(rows_total - m + 1)
+                mismatched += differing_rows(function(x[start : start + m]), want[start : start + m])
+                compared += m
+            wide = torch.cat([x[:9], x[:9]], 1)[:, 1 : width + 1]
+            mismatched += differing_rows(function(wide), function(wide.contiguous()))
+            compared += 9
+        kept, softmax.SEGMENT = softmax.SEGMENT, 64
+        control = differing_rows(softmax.log_softmax(x[:16]), want[:16])
+        softmax.SEGMENT = kept
+        record("softmax, log_softmax", f"width {width}", compared, mismatched, control)
+
+
+def check_bmm_and_mean() -> None:
+    """bmm against linear's canonical tile, mean against its reference; torch's own as control."""
+    compared = mismatched = control = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a = torch.randn(16, 130, 512, device=DEVICE, dtype=dtype)
+        b = torch.randn(16, 512, 128, device=DEVICE, dtype=dtype)
+        whole = bmm(a, b)
+        for i in (0, 7, 15):
+            mismatched += differing_rows(whole[i], canonical_linear(a[i], b[i].T.contiguous()))
+            compared += 130
+        for m in (1, 3, 16, 64, 65, 129):
+            mismatched += differing_rows(bmm(a[:, :m], b), whole[:, :m])
+            mismatched += differing_rows(bmm(a[3:5, :m].contiguous(), b[3:5]), whole[3:5, :m])
+            compared += 18
+            stock = torch.bmm(a, b)
+            control += differing_rows(torch.bmm(a[:1, :m], b[:1]), stock[:1, :m])
+    record("bmm", "", compared, mismatched, None, stock_mismatches=control)
+    compared = mismatched = 0
+    x = torch.randn(700, 3, 1300, device=DEVICE, dtype=torch.bfloat16)
+    for dim in ([-1], [1], [0, 2], [0]):
+        whole = mean(x, dim)
+        mismatched += differing_rows(whole[None], mean_reference(x, dim, False)[None])
+        compared += 1
+    want = mean(x, -1)
+    for m in (1, 2, 17, 128, 699):
+        mismatched += differing_rows(mean(x[:m], -1), want[:m])
+        compared += m
+    kept = want.float()
+    reversed_order = mean(x.float().flip(-1), -1)
+    control = differing_rows(reversed_order, mean(x.float(), -1))
+    del kept
+    record("mean", "", compared, mismatched, control)
+
+
+def case(model: str, name: str, unit: str, stock: list[float], ours: list[float], **more) -> dict:
+    """One line of ops_speed.json: times, and ratio = stock time / our time (1 is parity, more is faster)."""
+    ratios = sorted(s / o for s, o in zip(stock, ours, strict=True))
+    line = {
+        "model": model,
+        "case": name,
+        "backend": "ops",
+        "unit": unit,
+        "stock": round(sorted(stock)[len(stock) // 2], 3),
+        "deterministic": round(sorted(ours)[len(ours) // 2], 3),
+        "host_batch_invariant": None,
+        "ratio": round(ratios[len(ratios) // 2], 4),
+        "runs": len(stock),
+        "spread": round((ratios[-1] - ratios[0]) / ratios[len(ratios) // 2], 4),
+        **more,
+    }
+    speed.append(line)
+    return line
+
+
+def wall_time(calls: list) -> float:
+    """Microseconds per call outside CUDA graphs, processor time included."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / len(calls) * 1e6
+
+
+def time_linear(dispatcher: LinearDispatcher, models, rows, rounds: int, deadline: float) -> None:
+    """Stock against ours: under CUDA graph replay, and wall time outside graphs; interleaved."""
+    done: set[tuple[int, int]] = set()
+    for model in models:
+        for n, k in SHAPES[model]:
+            if (n, k) in done:
+                continue
+            if time.monotonic() > deadline:
+                print("no time left for the timing of", model, (n, k))
+                return
+            done.add((n, k))
+            has_bias = (model, (n, k)) in BIASED
+            weights = rotating_weights(n, k, torch.bfloat16, DEVICE)
+            bias = torch.randn(n, device=DEVICE, dtype=torch.bfloat16) if has_bias else None
+            plan = dispatcher.plan(n, k, torch.bfloat16, has_bias, 0)
+            for m in rows:
+                if n > 100000 and m > 256:
+                    continue
+                x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
+                stock_calls = [partial(stock_linear, x, w, bias) for w in weights]
+                calls = [partial(torch.ops.det_plugin.linear, x, w, bias) for w in weights]
+                pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+                name = plan.schedule(m)
+                case(
+                    model, f"linear N={n} K={k} M={m}, CUDA graph", "us", [p[0] for p in pairs],
+                    [p[1] for p in pairs], n=n, k=k, m=m, schedule=name,
+                )  # fmt: skip
+                few = max(1, 60 // len(weights))
+                stock_wall, our_wall = (stock_calls * few)[:200], (calls * few)[:200]
+                wall_time(our_wall)
+                pairs = [(wall_time(stock_wall), wall_time(our_wall)) for _ in range(max(3, rounds))]
+                case(
+                    model, f"linear N={n} K={k} M={m}, no graph", "us", [p[0] for p in pairs],
+                    [p[1] for p in pairs], n=n, k=k, m=m, schedule=name,
+                )  # fmt: skip
+            del weights
+            torch.cuda.empty_cache()
+
+
+def time_rows(rounds: int) -> None:
+    """Norms and softmax against torch's kernels, with the bytes per second they move."""
+    for width, rows in [(4096, 1), (4096, 64), (4096, 8192), (2048, 64), (128, 32 * 64), (128, 32 * 8192)]:
+        w = torch.randn(width, device=DEVICE, dtype=torch.bfloat16)
+        copies = max(2, min(64, 2**28 // (rows * width * 2)))
+        xs = [torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
+        stock_calls = [partial(stock_rms_norm, x, (width,), w, 1e-6) for x in xs]
+        calls = [partial(torch.ops.det_plugin.rms_norm, x, w, 1e-6, 0.0) for x in xs]
+        pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+        line = case("", f"rms_norm {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
+        line["GB/s"] = round(2 * rows * width * 2 / line["deterministic"] / 1e3, 1)  # read x, write y
+        fused = [partial(torch.ops.det_plugin.fused_add_rms_norm, x, xs[i - 1], w, 1e-6, 0.0)
+                 for i, x in enumerate(xs)]  # fmt: skip
+        separate = [
+            partial(lambda a, b, w=w, width=width: stock_rms_norm(a.add_(b), (width,), w, 1e-6), x, xs[i - 1])
+            for i, x in enumerate(xs)
+        ]
+        pairs = [(graph_time(separate, 5), graph_time(fused, 5)) for _ in range(rounds)]
+        case("", f"fused_add_rms_norm {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
+    for width, rows in [(151936, 1), (151936, 64), (151936, 256), (262144, 64)]:
+        xs = [torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+        stock_calls = [partial(torch.log_softmax, x, -1, dtype=torch.float32) for x in xs]
+        calls = [partial(torch.ops.det_plugin.log_softmax, x) for x in xs]
+        pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+        line = case("", f"log_softmax {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
+        line["GB/s"] = round(rows * width * (2 + 2 + 4) / line["deterministic"] / 1e3, 1)  # x twice, y once
+
+
+def environment() -> dict:
+    """What the results were measured on."""
+    facts = fingerprint("cuda")
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return {
+        "gpu": facts["gpu"],
+        "driver": facts["driver"],
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "cublaslt": linear_cuda.dispatcher.handle(0).version if linear_cuda.dispatcher.handle(0) else None,
+        "source": facts["source"],
+        "commit": found.stdout.strip() or None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def geometric_mean(values: list[float]) -> float:
+    """exp of the mean logarithm; NaN when empty."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="few shapes, row counts and rounds")
+    parser.add_argument("--seconds", type=float, default=150, help="no further timing case after this")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.monotonic()
+    dispatcher = linear_cuda.dispatcher
+    quick = arguments.quick
+    models = {"Qwen3-0.6B": SHAPES["Qwen3-0.6B"][:4], "Qwen2.5-7B": SHAPES["Qwen2.5-7B"][:1]} if quick else SHAPES
+    some = {"Qwen3-1.7B": [(2048, 6144)], "SmolLM2-135M": SHAPES["SmolLM2-135M"][:4]}
+    stages = [
+        ("shapes", partial(check_linear_shapes, dispatcher)),
+        ("norms", check_norms),
+        ("softmax", check_softmax),
+        ("bmm, mean", check_bmm_and_mean),
+        ("modes", check_linear_modes),
+        ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, 20 if quick else 60)),
+        ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, 20 if quick else 60)),
+        ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, 20 if quick else 60)),
+        ("time rows", partial(time_rows, 1 if quick else 3)),
+        (
+            "time linear",
+            partial(
+                time_linear, dispatcher, ["Qwen3-0.6B"] if quick else [*SPEED_MODELS, *sorted(SHAPES)],
+                (1, 64, 512) if quick else SPEED_ROWS, 1 if quick else 3, begin + arguments.seconds,
+            ),
+        ),
+    ]  # fmt: skip
+    for name, stage in stages:
+        started = time.monotonic()
+        try:
+            stage()
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            failures.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for file, field, content in (("ops_invariance", "checks", checks), ("ops_speed", "cases", speed)):
+            document = {"environment": environment(), field: content, "failures": failures}
+            (arguments.out / f"{file}.json").write_text(json.dumps(document, indent=1))
+    controls = sum(c["negative_control_mismatches"] or 0 for c in checks if c["name"].startswith("linear rows"))
+    if not controls:
+        failures.append("stock cuBLAS showed no difference: the linear checks have no negative control")
+    for check in checks:
+        if check["name"].startswith(("rms", "softmax", "mean")) and not check["negative_control_mismatches"]:
+            failures.append(f"{check['name']} {check['model']}: the negative control does not differ")
+    for check in checks:
+        print(
+            f"{check['name']:<34} {check['model']:<14} {check['comparisons']:>9} compared "
+            f"{check['mismatches']:>5} differ, control {check['negative_control_mismatches']} "
+            f"{check.get('error_ratio_to_cublas', '')}"
+        )
+    graph = [c for c in speed if c["case"].endswith("CUDA graph")]
+    wall = [c for c in speed if c["case"].endswith("no graph")]
+    for c in speed:
+        if not c["case"].endswith("no graph"):
+            twin = next((v for v in wall if v["case"] == c["case"].replace("CUDA graph", "no graph")), None)
+            print(
+                f"{c['case']:<44} stock {c['stock']:>9.1f} ours {c['deterministic']:>9.1f} ratio {c['ratio']:.3f}"
+                + (f"  wall {twin['ratio']:.3f}" if twin else "")
+                + f"  {c.get('schedule', c.get('GB/s', ''))}"
+            )
+    print(f"geometric mean, CUDA graph {geometric_mean([c['ratio'] for c in graph]):.4f} over {len(graph)}")
+    print(f"geometric mean, no graph {geometric_mean([c['ratio'] for c in wall]):.4f} over {len(wall)}")
+    for failure in failures:
+        print("FAILED", failure)
+    print(f"{time.monotonic() - begin:.1f} s, canonical {CANONICAL[torch.bfloat16].name}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    assert Tile.parse(CANONICAL[torch.bfloat16].name)
+    sys.exit(main())
