@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--no-vendor", action="store_true", help="leave cuBLASLt out")
     parser.add_argument("--compile", nargs="*")
     arguments = parser.parse_args()
     if arguments.compile is not None:
@@ -172,7 +173,7 @@ def main() -> None:
     results, algorithms = [], {}
     from det_plugin.ops._cublaslt import LinearProblem
 
-    handle = dispatcher.handle(0)
+    handle = None if arguments.no_vendor else dispatcher.handle(0)
     for n, k in unique_shapes():
         if time.monotonic() - begin > arguments.seconds:
             print("out of time before", (n, k))

@@ -376,8 +376,9 @@ def time_linear(dispatcher: LinearDispatcher, models, rows, rounds: int, deadlin
                     model, f"linear N={n} K={k} M={m}, CUDA graph", "us", [p[0] for p in pairs],
                     [p[1] for p in pairs], n=n, k=k, m=m, schedule=name,
                 )  # fmt: skip
-                few = max(1, 60 // len(weights))
-                stock_wall, our_wall = (stock_calls * few)[:200], (calls * few)[:200]
+                few = max(6, min(200, int(8000 / pairs[0][1])))  # about 8 ms of device work
+                repeats = -(-few // len(weights))
+                stock_wall, our_wall = (stock_calls * repeats)[:few], (calls * repeats)[:few]
                 wall_time(our_wall)
                 pairs = [(wall_time(stock_wall), wall_time(our_wall)) for _ in range(max(3, rounds))]
                 case(
