@@ -9,7 +9,9 @@ Steps.  ``_scan`` adds noise and takes each segment's best token, with no filter
 order (logit descending, id ascending), so if the best token lies in the prefix it is also the best of the
 prefix: ``_mass`` adds up the weight and the number of the tokens before it, ``_decide`` accepts it or, for
 that row alone, narrows the order and draws again until the token lies in the prefix.  This is the argmax over
-the kept tokens, exactly; with top-p it is found at the first try with probability top_p.
+the kept tokens, exactly; with top-p it is found at the first try with probability top_p.  With top-k,
+``_bound`` finds a logit that at least k tokens reach, ``_mass`` lists the tokens that reach it (k and a few
+more), and ``_decide`` works on the list.
 """
 
 from __future__ import annotations
@@ -18,26 +20,24 @@ import torch
 
 from det_plugin.ops._triton import cdiv, next_power_of_2, require_kernel_device, tl, triton
 from det_plugin.sampling._kernels import GREEDY_EPS, LOG2_E, gumbel, philox_words, pick, weight
+from det_plugin.sampling._order import key_logit, kth_key, load_logits, order_key, top_k_limit, within
 from det_plugin.sampling.noise import TARGET
 
 SEGMENT = 4096
-
-
-@triton.jit
-def _load(row_ptr, token, mask):
-    return tl.load(row_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
+CAP = 64
+"""Top-k candidates of one segment that are kept in a list; rows with more take passes over the row instead."""
 
 
 @triton.jit
 def _noisy_best(row_ptr, segment, vocab, scale, position, stream, seed, noisy, x_lim, id_lim, base, floor):
-    """Best (score, id) and largest logit of one segment among the tokens up to (x_lim, id_lim)."""
+    """Best (score, id) of one segment among the tokens up to (x_lim, id_lim); maxima of four logits [1024]."""
     lane = tl.arange(0, 1024)
     first = segment * 4096 + lane
-    x0 = _load(row_ptr, first, first < vocab)
-    x1 = _load(row_ptr, first + 1024, first + 1024 < vocab)
-    x2 = _load(row_ptr, first + 2048, first + 2048 < vocab)
-    x3 = _load(row_ptr, first + 3072, first + 3072 < vocab)
-    top = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), axis=0)
+    x0 = load_logits(row_ptr, first, first < vocab)
+    x1 = load_logits(row_ptr, first + 1024, first + 1024 < vocab)
+    x2 = load_logits(row_ptr, first + 2048, first + 2048 < vocab)
+    x3 = load_logits(row_ptr, first + 3072, first + 3072 < vocab)
+    lane_top = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     s0, s1, s2, s3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
     if noisy:
         w0, w1, w2, w3 = philox_words(segment * 1024 + lane, position, stream, seed)
@@ -46,10 +46,10 @@ def _noisy_best(row_ptr, segment, vocab, scale, position, stream, seed, noisy, x
         s2 = s2 + gumbel(w2)
         s3 = s3 + gumbel(w3)
     low = float("-inf")
-    s0 = tl.where(_within(x0, first, x_lim, id_lim) & (x0 * scale - base >= floor), s0, low)
-    s1 = tl.where(_within(x1, first + 1024, x_lim, id_lim) & (x1 * scale - base >= floor), s1, low)
-    s2 = tl.where(_within(x2, first + 2048, x_lim, id_lim) & (x2 * scale - base >= floor), s2, low)
-    s3 = tl.where(_within(x3, first + 3072, x_lim, id_lim) & (x3 * scale - base >= floor), s3, low)
+    s0 = tl.where(within(x0, first, x_lim, id_lim) & (x0 * scale - base >= floor), s0, low)
+    s1 = tl.where(within(x1, first + 1024, x_lim, id_lim) & (x1 * scale - base >= floor), s1, low)
+    s2 = tl.where(within(x2, first + 2048, x_lim, id_lim) & (x2 * scale - base >= floor), s2, low)
+    s3 = tl.where(within(x3, first + 3072, x_lim, id_lim) & (x3 * scale - base >= floor), s3, low)
     token = first
     best = s0
     token = tl.where(s1 > best, first + 1024, token)
@@ -59,20 +59,15 @@ def _noisy_best(row_ptr, segment, vocab, scale, position, stream, seed, noisy, x
     token = tl.where(s3 > best, first + 3072, token)
     best = tl.maximum(best, s3)
     score, chosen = pick(best, token)
-    return score, chosen, top
-
-
-@triton.jit
-def _within(x, token, x_lim, id_lim):
-    return (x > x_lim) | ((x == x_lim) & (token <= id_lim))
+    return score, chosen, lane_top
 
 
 @triton.jit
 def _scan_kernel(
     logits_ptr, row_stride, vocab, request_ptr, temperature_ptr, seed_ptr, pos_ptr,
-    top_ptr, score_ptr, token_ptr, STREAM: tl.constexpr,
+    top_ptr, score_ptr, token_ptr, sub_ptr, STREAM: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit and best noisy token of one segment of one row; no filter."""
+    """Largest logit, largest of each 128 logits, best noisy token of one segment of one row; no filter."""
     segment = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     segments = tl.num_programs(0)
@@ -84,12 +79,15 @@ def _scan_kernel(
     position = tl.load(pos_ptr + row).to(tl.int64) + 1
     row_ptr = logits_ptr + row * row_stride
     low = float("-inf")
-    score, token, top = _noisy_best(
+    score, token, lane_top = _noisy_best(
         row_ptr, segment, vocab, scale, position, tl.full((), STREAM, tl.int64), seed, noisy, low, 2147483647,
         0.0, low,
     )  # fmt: skip
     out = row * segments + segment
-    tl.store(top_ptr + out, top)
+    if SUB:
+        sub = tl.max(tl.reshape(lane_top, (32, 32)), axis=1)
+        tl.store(sub_ptr + out * 32 + tl.arange(0, 32), sub)
+    tl.store(top_ptr + out, tl.max(lane_top, axis=0))
     tl.store(score_ptr + out, score)
     tl.store(token_ptr + out, token)
 
@@ -122,11 +120,27 @@ def _row_filters(request, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, voca
 
 
 @triton.jit
+def _bound_kernel(sub_ptr, vocab, segments, request_ptr, temperature_ptr, top_k_ptr, bound_ptr, SUBS: tl.constexpr):
+    """A logit that at least k tokens reach: the k-th largest of the maxima of 128 logits each."""
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ptr + row)
+    k = tl.load(top_k_ptr + request)
+    if (k > 0) & (k < vocab) & (tl.load(temperature_ptr + request) >= GREEDY_EPS):
+        part = tl.arange(0, SUBS)
+        valid = part < segments * 32
+        sub = tl.load(sub_ptr + row * segments * 32 + part, mask=valid, other=float("-inf"))
+        key = kth_key(order_key(sub), valid, k)
+        tl.store(bound_ptr + row, tl.where(key == 0, float("-inf"), key_logit(key)))
+
+
+@triton.jit
 def _mass_kernel(
     logits_ptr, row_stride, vocab, request_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    top_ptr, score_ptr, token_ptr, mass_ptr, out_ptr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+    top_ptr, score_ptr, token_ptr, mass_ptr, bound_ptr, list_logit_ptr, list_token_ptr, out_ptr,
+    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Weight of all tokens, weight and number of those before the best one, in one segment of one row."""
+    """One segment of one row: weight of all tokens and of those before the best one; with top-k instead the
+    tokens that reach the row's bound."""
     segment = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     segments = tl.num_programs(0)
@@ -138,18 +152,28 @@ def _mass_kernel(
     finite = (top > float("-inf")) & (top < float("inf"))
     if (need_k | need_p | need_floor) & finite:
         row_ptr = logits_ptr + row * row_stride
-        limit = tl.load(row_ptr + chosen).to(tl.float32)
         token = segment * BLOCK + tl.arange(0, BLOCK)
-        x = _load(row_ptr, token, token < vocab)
-        d = x * scale - top * scale
-        alive = (x > float("-inf")) & (d >= floor)
-        before = alive & _within(x, token, limit, chosen - 1)
-        out = mass_ptr + (row * segments + segment) * 3
-        if need_p:
+        out = mass_ptr + (row * segments + segment) * 2
+        if need_k:
+            if tl.load(top_ptr + row * segments + segment) >= tl.load(bound_ptr + row):
+                x = load_logits(row_ptr, token, token < vocab)
+                member = (x > float("-inf")) & (x >= tl.load(bound_ptr + row))
+                place = tl.cumsum(member.to(tl.int32), axis=0) - 1
+                slot = (row * segments + segment) * CAP + place
+                tl.store(list_logit_ptr + slot, x, mask=member & (place < CAP))
+                tl.store(list_token_ptr + slot, token, mask=member & (place < CAP))
+                tl.store(out, tl.sum(member.to(tl.int32), axis=0).to(tl.int64))
+            else:
+                tl.store(out, tl.full((), 0, tl.int64))
+        elif need_p:
+            limit = tl.load(row_ptr + chosen).to(tl.float32)
+            x = load_logits(row_ptr, token, token < vocab)
+            d = x * scale - top * scale
+            alive = (x > float("-inf")) & (d >= floor)
+            before = alive & within(x, token, limit, chosen - 1)
             w = tl.where(alive, weight(d * LOG2_E), 0)
             tl.store(out, tl.sum(w, axis=0))
             tl.store(out + 1, tl.sum(tl.where(before, w, 0), axis=0))
-        tl.store(out + 2, tl.sum(before.to(tl.int32), axis=0).to(tl.int64))
     elif segment == 0:
         tl.store(out_ptr + row, chosen.to(tl.int64))
 
@@ -161,82 +185,65 @@ def _target(p, total):
 
 
 @triton.jit
-def _order_key(x):
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _digit(
-    row_ptr, vocab, prefix, rest, scale, base, floor, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One step of the radix selection: the next WIDTH bits of the key, and the rank left within them."""
-    count = tl.zeros((2048,), tl.int32)
-    bins = tl.arange(0, 2048)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x = _load(row_ptr, token, token < vocab)
-        alive = (x > float("-inf")) & (x * scale - base >= floor)
-        key = _order_key(x)
-        if SHIFT + WIDTH < 32:
-            alive = alive & ((key >> (SHIFT + WIDTH)) == prefix)
-        digit = ((key >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
-        count += tl.histogram(digit, 2048, mask=alive)
-    reach = tl.cumsum(count, axis=0, reverse=True)
-    digit = tl.maximum(tl.max(tl.where(reach >= rest, bins, -1), axis=0), 0)
-    rest = rest - tl.sum(tl.where(bins > digit, count, 0), axis=0)
-    return (prefix << WIDTH) | digit.to(tl.uint32), rest
-
-
-@triton.jit
-def _top_k_limit(row_ptr, vocab, k, scale, base, floor, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """(logit, id) of the k-th token in order, by radix selection on the bits of the logit."""
-    prefix = tl.full((), 0, tl.uint32)
-    prefix, rest = _digit(row_ptr, vocab, prefix, k, scale, base, floor, 21, 11, BLOCK)
-    prefix, rest = _digit(row_ptr, vocab, prefix, rest, scale, base, floor, 10, 11, BLOCK)
-    if LEVELS == 3:
-        prefix, rest = _digit(row_ptr, vocab, prefix, rest, scale, base, floor, 0, 10, BLOCK)
-    if LEVELS == 2:  # bf16 and fp16 logits: the ten low bits of the key are all equal
-        prefix = (prefix << 10) | tl.where(prefix >> 21 == 1, 0, 1023).to(tl.uint32)
-    bits = prefix.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits & 2147483647, ~bits)
-    limit = bits.to(tl.float32, bitcast=True)
-    seen = 0
-    id_lim = -1
-    for start in range(0, vocab, BLOCK):
-        if seen < rest:
-            token = start + tl.arange(0, BLOCK)
-            x = _load(row_ptr, token, token < vocab)
-            equal = ((x == limit) & (x * scale - base >= floor)).to(tl.int32)
-            found = tl.sum(equal, axis=0)
-            if found > 0:
-                running = seen + tl.cumsum(equal, axis=0)
-                last = tl.max(tl.where((equal > 0) & (running <= rest), token, -1), axis=0)
-                id_lim = tl.maximum(id_lim, last)
-            seen += found
-    if limit != limit:  # noqa: PLR0124  fewer than k tokens: every digit was 0, the bits of a NaN; no limit
-        limit = float("-inf")
-        id_lim = 2147483647
-    return limit, id_lim
-
-
-@triton.jit
 def _mass_before(row_ptr, vocab, scale, base, floor, x_lim, id_lim, BLOCK: tl.constexpr):
     total = tl.zeros((), tl.int64)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        x = _load(row_ptr, token, token < vocab)
+        x = load_logits(row_ptr, token, token < vocab)
         d = x * scale - base
-        keep = (x > float("-inf")) & (d >= floor) & _within(x, token, x_lim, id_lim)
+        keep = (x > float("-inf")) & (d >= floor) & within(x, token, x_lim, id_lim)
         total += tl.sum(tl.where(keep, weight(d * LOG2_E), 0), axis=0)
     return total
 
 
 @triton.jit
+def _sample_list(
+    slots, valid, list_logit_ptr, list_token_ptr, scale, base, floor, k, need_p, p, seed, position, stream
+):
+    """Sampled id of a row with top-k whose candidates fit the list: everything in registers."""
+    x = tl.load(list_logit_ptr + slots, mask=valid, other=float("-inf"))
+    token = tl.load(list_token_ptr + slots, mask=valid, other=0)
+    keep = valid & (x * scale - base >= floor)
+    key = order_key(x)
+    kth = kth_key(key, keep, k)
+    if kth != 0:
+        rest = k - tl.sum((keep & (key > kth)).to(tl.int32), axis=0)
+        tie = keep & (key == kth)
+        id_lim = 0
+        bit = 1 << 24
+        for _ in range(25):
+            fewer = tl.sum((tie & (token < id_lim + bit)).to(tl.int32), axis=0) < rest
+            id_lim = tl.where(fewer, id_lim + bit, id_lim)
+            bit = bit >> 1
+        keep = keep & ((key > kth) | (tie & (token <= id_lim)))
+    group = (token >> 12) << 10 | (token & 1023)
+    word = (token >> 10) & 3
+    w0, w1, w2, w3 = philox_words(group, position, stream, seed)
+    bits = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    score = x * scale + gumbel(bits)
+    _best, chosen = pick(tl.where(keep, score, float("-inf")), tl.where(keep, token, 2147483647))
+    if need_p:
+        w = tl.where(keep, weight((x * scale - base) * LOG2_E), 0)
+        target = _target(p, tl.sum(w, axis=0))
+        done = target < 0
+        while done == 0:
+            own = tl.max(tl.where(keep & (token == chosen), x, float("-inf")), axis=0)
+            before = keep & within(x, token, own, chosen - 1)
+            done = tl.sum(tl.where(before, w, 0), axis=0) < target
+            if done == 0:
+                keep = before
+                _best, chosen = pick(
+                    tl.where(keep, score, float("-inf")), tl.where(keep, token, 2147483647)
+                )
+    return chosen
+
+
+@triton.jit
 def _decide_kernel(
     logits_ptr, row_stride, vocab, segments, request_ptr, temperature_ptr, seed_ptr, pos_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, top_ptr, score_ptr, token_ptr, mass_ptr, out_ptr,
-    SEGMENTS: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
+    top_k_ptr, top_p_ptr, min_p_ptr, top_ptr, score_ptr, token_ptr, mass_ptr, list_logit_ptr, list_token_ptr,
+    out_ptr, SEGMENTS: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    STREAM: tl.constexpr,
 ):  # fmt: skip
     """Accept the best token of one row, or draw again among the tokens before it."""
     row = tl.program_id(0).to(tl.int64)
@@ -249,41 +256,43 @@ def _decide_kernel(
     if (need_k | need_p | need_floor) & finite:
         row_ptr = logits_ptr + row * row_stride
         base = top * scale
-        part = tl.arange(0, SEGMENTS)
-        mass = mass_ptr + (row * segments + part) * 3
-        mask = part < segments
-        count = tl.sum(tl.load(mass + 2, mask=mask, other=0), axis=0)
-        total = tl.zeros((), tl.int64)
-        before = tl.zeros((), tl.int64)
-        if need_p:
-            total = tl.sum(tl.load(mass, mask=mask, other=0), axis=0)
-            before = tl.sum(tl.load(mass + 1, mask=mask, other=0), axis=0)
-        x = tl.load(row_ptr + chosen).to(tl.float32)
-        inside = x * scale - base >= floor
-        x_lim = tl.full((), float("-inf"), tl.float32)
-        id_lim = tl.full((), 2147483647, tl.int32)
-        if need_k:
-            inside = inside & (count < k)
-            if need_p | (inside == 0):
-                x_lim, id_lim = _top_k_limit(row_ptr, vocab, k, scale, base, floor, LEVELS, BLOCK)
-                if need_p:
-                    total = _mass_before(row_ptr, vocab, scale, base, floor, x_lim, id_lim, BLOCK)
-        target = tl.full((), 1, tl.int64)
-        if need_p:
-            target = _target(p, total)
-            if inside & (before >= target):
-                inside = inside & False
-                x_lim = x
-                id_lim = chosen - 1
-        done = inside
         seed = tl.load(seed_ptr + request)
         position = tl.load(pos_ptr + row).to(tl.int64) + 1
         stream = tl.full((), STREAM, tl.int64)
+        part = tl.arange(0, SEGMENTS)
+        mass = mass_ptr + (row * segments + part) * 2
+        sums = tl.load(mass, mask=part < segments, other=0)
+        x_lim = tl.full((), float("-inf"), tl.float32)
+        id_lim = tl.full((), 2147483647, tl.int32)
+        target = tl.full((), 1, tl.int64)
+        done = need_k & (tl.max(sums, axis=0) <= CAP)
+        if done:
+            slot = tl.arange(0, SEGMENTS * CAP)
+            of = slot // CAP
+            held = tl.load(mass_ptr + (row * segments + of) * 2, mask=of < segments, other=0)
+            chosen = _sample_list(
+                row * segments * CAP + slot, slot % CAP < held, list_logit_ptr, list_token_ptr, scale, base, floor,
+                k, need_p, p, seed, position, stream,
+            )  # fmt: skip
+        elif need_k:
+            x_lim, id_lim = top_k_limit(row_ptr, vocab, k, scale, base, floor, PASSES, BLOCK)
+            if need_p:
+                target = _target(p, _mass_before(row_ptr, vocab, scale, base, floor, x_lim, id_lim, BLOCK))
+        else:
+            x = tl.load(row_ptr + chosen).to(tl.float32)
+            done = x * scale - base >= floor
+            if need_p:
+                target = _target(p, tl.sum(sums, axis=0))
+                before = tl.sum(tl.load(mass + 1, mask=part < segments, other=0), axis=0)
+                if done & (before >= target):
+                    done = done & False
+                    x_lim = x
+                    id_lim = chosen - 1
         while done == 0:
             best = float("-inf")
             chosen = 2147483647
             for segment in range(0, segments):
-                score, token, _top = _noisy_best(
+                score, token, _lane_top = _noisy_best(
                     row_ptr, segment, vocab, scale, position, stream, seed, True, x_lim, id_lim, base, floor
                 )
                 better = (score > best) | ((score == best) & (token < chosen))
@@ -316,6 +325,7 @@ def sample(
     top_p: torch.Tensor,
     log_min_p: torch.Tensor,
     filtered: bool = True,
+    with_top_k: bool = True,
     stream: int = TARGET,
 ) -> torch.Tensor:
     """Sample one token a row.
@@ -330,6 +340,7 @@ def sample(
         top_p: float32 [N]; 1 or more: off.
         log_min_p: float32 [N], ``fp32(ln(min_p))``; minus infinity: off.
         filtered: False when no row has a filter; saves two launches, changes no bit.
+        with_top_k: False when no row has top-k; saves one launch, changes no bit.
         stream: noise stream.
 
     Returns:
@@ -354,22 +365,34 @@ def sample(
     stats = torch.empty((2, rows, segments), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((rows, segments), dtype=torch.int32, device=logits.device)
     top, score = stats[0], stats[1]
-    request_state = (temperature, top_k, top_p, log_min_p)
+    state = (requests, temperature, top_k, top_p, log_min_p)
+    has_k = filtered and with_top_k
+    sub = torch.empty((rows, segments, 32) if has_k else (1,), dtype=torch.float32, device=logits.device)
+    exact = {"enable_fp_fusion": False}
     _scan_kernel[(segments, rows)](
-        logits, logits.stride(0), vocab, requests, temperature, seeds, positions, top, score, tokens,
-        STREAM=stream, num_warps=4, enable_fp_fusion=False,
+        logits, logits.stride(0), vocab, requests, temperature, seeds, positions, top, score, tokens, sub,
+        STREAM=stream, SUB=has_k, num_warps=4, **exact,
     )  # fmt: skip
     if not filtered:
         _combine_kernel[(rows,)](top, score, tokens, segments, out, SEGMENTS=padded, num_warps=1)
         return out
-    mass = torch.empty((rows, segments, 3), dtype=torch.int64, device=logits.device)
+    mass = torch.empty((rows, segments, 2), dtype=torch.int64, device=logits.device)
+    bound = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    members = (rows, segments, CAP) if has_k else (1,)
+    list_logit = torch.empty(members, dtype=torch.float32, device=logits.device)
+    list_token = torch.empty(members, dtype=torch.int32, device=logits.device)
+    if has_k:
+        _bound_kernel[(rows,)](
+            sub, vocab, segments, requests, temperature, top_k, bound, SUBS=padded * 32, num_warps=8, **exact
+        )
     _mass_kernel[(segments, rows)](
-        logits, logits.stride(0), vocab, requests, *request_state, top, score, tokens, mass, out,
-        SEGMENTS=padded, BLOCK=SEGMENT, num_warps=8, enable_fp_fusion=False,
+        logits, logits.stride(0), vocab, *state, top, score, tokens, mass, bound, list_logit, list_token, out,
+        SEGMENTS=padded, BLOCK=SEGMENT, CAP=CAP, num_warps=8, **exact,
     )  # fmt: skip
     _decide_kernel[(rows,)](
         logits, logits.stride(0), vocab, segments, requests, temperature, seeds, positions, top_k, top_p,
-        log_min_p, top, score, tokens, mass, out, SEGMENTS=padded, LEVELS=3 if logits.dtype == torch.float32 else 2,
-        BLOCK=SEGMENT, STREAM=stream, num_warps=16, enable_fp_fusion=False,
+        log_min_p, top, score, tokens, mass, list_logit, list_token, out, SEGMENTS=padded,
+        PASSES=8 if logits.dtype == torch.bfloat16 else 16, BLOCK=SEGMENT, CAP=CAP, STREAM=stream, num_warps=16,
+        **exact,
     )  # fmt: skip
     return out

@@ -42,6 +42,7 @@ class Batch:
         self.top_k = column([r.top_k for r in rows], torch.int32)
         self.top_p = column([r.top_p for r in rows], torch.float32)
         self.log_min_p = column([float(reference.log_min_p(r.min_p)) for r in rows], torch.float32)
+        self.with_top_k = any(r.temperature > 0 and 0 < r.top_k < logits.shape[1] for r in rows)
         self.filtered = any(
             r.temperature > 0 and (0 < r.top_k < logits.shape[1] or r.top_p < 1 or r.min_p > 0) for r in rows
         )
@@ -51,6 +52,7 @@ class Batch:
         return gpu.sample(
             pick(self.logits), self.requests if index is None else index.int(), pick(self.positions),
             self.temperature, self.seeds, self.top_k, self.top_p, self.log_min_p, filtered=self.filtered,
+            with_top_k=self.with_top_k,
         )  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def mixed_rows(n: int, rng: np.random.Generator) -> list[reference.RowParams]:
     return [
         reference.RowParams(
             float(rng.choice([0, 0.1, 0.8, 1, 5])),
-            int(rng.choice([0, 0, 1, 20, 1000])),
+            int(rng.choice([0, 0, 1, 20, 300, 3000])),
             float(rng.choice([1, 0.95, 0.5, 0.1])),
             float(rng.choice([0, 0, 0.05])),
             int(rng.integers(0, 2**63)),
@@ -125,7 +127,8 @@ def check_logprobs() -> None:
     check("a larger k only appends", torch.equal(gpu_logprobs.top_ids(logits, 5), ids[:, :5]))
     own = (logits >= logits.gather(1, tokens[:, None])).sum(-1)
     check("ranks", torch.equal(ranks, own))
-    alone = torch.cat([gpu_logprobs.scores(logits[i : i + 1], tokens[i : i + 1], columns[i : i + 1])[0] for i in range(40)])
+    one = lambda i: gpu_logprobs.scores(logits[i : i + 1], tokens[i : i + 1], columns[i : i + 1])[0]
+    alone = torch.cat([one(i) for i in range(40)])
     check("rows alone", torch.equal(alone, values[:40]))
     check("fp32 logits", torch.equal(gpu_logprobs.scores(logits.float(), tokens, columns)[0], values))
     stock = logits[:64].log_softmax(-1, dtype=torch.float32).gather(1, columns[:64])
@@ -205,7 +208,7 @@ def measure(functions: dict, repeats: int = 30) -> dict:
 
 def speed(stock_dir: str | None) -> list[dict]:
     results = []
-    triton, stock = stock_steps(stock_dir) if stock_dir else (None, None)
+    _triton, stock = stock_steps(stock_dir) if stock_dir else (None, None)
     cases = {
         "greedy": dict(temperature=0.0),
         "temperature 1": dict(temperature=1.0),
@@ -213,6 +216,7 @@ def speed(stock_dir: str | None) -> list[dict]:
         "temperature 0.8, top_p 0.95": dict(temperature=0.8, top_p=0.95),
         "temperature 0.8, top_k 20, top_p 0.95": dict(temperature=0.8, top_k=20, top_p=0.95),
         "temperature 0.8, top_k 50": dict(temperature=0.8, top_k=50),
+        "temperature 0.8, top_k 3000, top_p 0.95": dict(temperature=0.8, top_k=3000, top_p=0.95),
     }
     for rows in (256, 64, 8, 1):
         for name, kw in cases.items():
@@ -262,7 +266,8 @@ def main() -> int:
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
     for r in results:
         stock = r.get("stock", {}).get("median_us", "-")
-        print(f"{r['rows']:4} {r['case']:38} {r['logits']:17} det {r['det']['median_us']:8} stock {stock:>8} {r.get('ratio', '')}")
+        det = r["det"]["median_us"]
+        print(f"{r['rows']:4} {r['case']:38} {r['logits']:17} det {det:8} stock {stock:>8} {r.get('ratio', '')}")
     print("FAILURES:", FAILURES or "none")
     return bool(FAILURES)
 

@@ -108,7 +108,8 @@ def make_sampler_class() -> type:
                     logits = processor.apply(logits, context)
                 self.thinking_budget_state.apply(logits, context)
             states = self.sampling_states
-            filtered = bool(self.det_filtered[idx_mapping_np].any())
+            some = self.det_filtered[idx_mapping_np]
+            with_top_k = bool((some & (states.top_k.np[idx_mapping_np] != states.vocab_size)).any())
             sampled = gpu.sample(
                 logits,
                 expanded_idx_mapping,
@@ -118,7 +119,8 @@ def make_sampler_class() -> type:
                 states.top_k.gpu,
                 states.top_p.gpu,
                 self.det_log_min_p.gpu,
-                filtered=filtered,
+                filtered=bool(some.any()),
+                with_top_k=with_top_k,
             )
             if self.return_sampling_mask or (
                 return_logprobs and self.logprobs_mode in PROCESSED_LOGPROBS_MODES
