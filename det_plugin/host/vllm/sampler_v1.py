@@ -28,12 +28,6 @@ _config: DetConfig | None = None
 _class: type | None = None
 
 
-def _cpu() -> Any:
-    from det_plugin.sampling import cpu
-
-    return cpu
-
-
 def row_seeds(runner: Any) -> np.ndarray:
     """int64 [num_reqs]: seeds of the rows in batch order, written by the front end into each request."""
     assert _config is not None
@@ -57,7 +51,7 @@ def make_sampler_class() -> type:
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
 
-    cpu = _cpu()
+    from det_plugin.sampling import cpu, cpu_logprobs
 
     def rows(tensor: Any) -> np.ndarray:
         return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
@@ -70,6 +64,7 @@ def make_sampler_class() -> type:
             self.det_seeds: np.ndarray | None = None
             self.det_positions: np.ndarray | None = None
             cpu.warm_up()
+            cpu_logprobs.warm_up()
 
         def forward(
             self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None
@@ -160,7 +155,7 @@ def make_sampler_class() -> type:
 
         def _scores(self, scores: np.ndarray, sampled: np.ndarray, metadata, as_logits: bool) -> Any:
             """Columns: the sampled token, then each row's top-k, or the ids that the row asked for."""
-            lse = np.zeros(len(scores)) if as_logits else cpu.logsumexp(scores)
+            lse = np.zeros(len(scores)) if as_logits else cpu_logprobs.logsumexp(scores)
             wanted = metadata.logprob_token_ids or {}
             num_top = metadata.max_num_logprobs or 0
             if num_top < 0:
@@ -169,36 +164,36 @@ def make_sampler_class() -> type:
             ids = np.zeros((len(scores), 1 + width), np.int64)
             values = np.full((len(scores), 1 + width), -np.inf, np.float32)
             ids[:, 0] = sampled
-            values[:, :1] = cpu.token_logprobs(scores, lse, ids[:, :1])
+            values[:, :1] = cpu_logprobs.token_logprobs(scores, lse, ids[:, :1])
             if num_top:
-                top_ids, top_values = cpu.top_logprobs(scores, lse, num_top)
+                top_ids, top_values = cpu_logprobs.top_logprobs(scores, lse, num_top)
                 ids[:, 1 : 1 + num_top], values[:, 1 : 1 + num_top] = top_ids, top_values
             for row, tokens in wanted.items():
                 asked = np.array([tokens], dtype=np.int64)
                 end = 1 + len(tokens)
                 ids[row, 1:end] = asked
-                values[row, 1:end] = cpu.token_logprobs(scores[row : row + 1], lse[row : row + 1], asked)
+                values[row, 1:end] = cpu_logprobs.token_logprobs(scores[row : row + 1], lse[row : row + 1], asked)
                 ids[row, end:], values[row, end:] = 0, -np.inf
             return LogprobsTensors(
                 torch.from_numpy(ids.astype(np.int32)),
                 torch.from_numpy(values),
-                torch.from_numpy(cpu.token_ranks(scores, lse, sampled)),
+                torch.from_numpy(cpu_logprobs.token_ranks(scores, lse, sampled)),
             )
 
         @staticmethod
         def compute_logprobs(logits):
-            return torch.from_numpy(cpu.log_softmax(rows(logits)))
+            return torch.from_numpy(cpu_logprobs.log_softmax(rows(logits)))
 
         @staticmethod
         def gather_logprobs(logprobs, num_logprobs, token_ids):
             scores, tokens = rows(logprobs), token_ids.numpy()
             lse = np.zeros(len(scores))
-            ids, values = cpu.top_logprobs(scores, lse, num_logprobs)
-            own = cpu.token_logprobs(scores, lse, tokens[:, None])
+            ids, values = cpu_logprobs.top_logprobs(scores, lse, num_logprobs)
+            own = cpu_logprobs.token_logprobs(scores, lse, tokens[:, None])
             return LogprobsTensors(
                 torch.from_numpy(np.concatenate([tokens[:, None], ids], axis=1).astype(np.int32)),
                 torch.from_numpy(np.concatenate([own, values], axis=1)),
-                torch.from_numpy(cpu.token_ranks(scores, lse, tokens)),
+                torch.from_numpy(cpu_logprobs.token_ranks(scores, lse, tokens)),
             )
 
     return DetSampler
