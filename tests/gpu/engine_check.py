@@ -192,6 +192,7 @@ def run_single(args) -> dict:
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
         seed=0,
+        disable_log_stats=False,
         **keywords,
     )
     result: dict = {"engine": args.single, "start_s": round(time.time() - started, 1)}

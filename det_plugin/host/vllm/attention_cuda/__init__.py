@@ -7,6 +7,7 @@ Replaces, by ``vllm.v1.attention.backends.registry.register_backend`` (read in 0
 from __future__ import annotations
 
 from det_plugin.attention import BACKENDS
+from det_plugin.config import DetConfig
 from det_plugin.errors import HostError, UnsupportedError
 
 _PACKAGE = __name__
@@ -32,6 +33,11 @@ def register() -> None:
         if name not in AttentionBackendEnum.__members__:
             raise HostError(f"vllm.v1.attention.backends.registry.AttentionBackendEnum has no {name}")
         register_backend(AttentionBackendEnum[name], path)
+
+
+def install(config: DetConfig) -> None:
+    """What activation calls in a worker process: :func:`register`."""
+    register()
 
 
 def host_name(name: str) -> str:
