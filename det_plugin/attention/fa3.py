@@ -75,9 +75,10 @@ class Layout:
 
 @dataclass
 class Launch:
-    """One call of the kernel: ``len(seqused_k)`` sequences of consecutive rows, all within ``rows``.
+    """One call of the kernel: ``len(seqused_k)`` sequences that start at ``cu_seqlens_q`` within ``rows``.
 
-    ``requests`` or ``kv_batch_idx`` says which rows of the block table they use.
+    ``requests`` or ``kv_batch_idx`` says which rows of the block table they use; with ``seqused_q``, a
+    sequence ends before the next one starts.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -88,6 +89,7 @@ class Launch:
     rows: slice
     requests: slice | None = None
     kv_batch_idx: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
 
 
 def load() -> None:
@@ -112,12 +114,14 @@ def load() -> None:
                                "choose --attention-backend TRITON_ATTN") from None
 
 
-def _metadata(layout: Layout, cu_seqlens_q, seqused_k, max_query, max_context, num_splits) -> torch.Tensor:
+def _metadata(
+    layout: Layout, cu_seqlens_q, seqused_k, max_query, max_context, num_splits, seqused_q=None
+) -> torch.Tensor:
     """The vendor's scheduler metadata; with splits, its counts replaced by the rows' own."""
     count = seqused_k.shape[0]
     metadata = torch.ops._vllm_fa3_C.get_scheduler_metadata(
         count, max_query, max_context, layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.head_dim,
-        layout.dtype, seqused_k, cu_seqlens_q, None, None, None, None, layout.page_size, 0, True, -1, -1, False,
+        layout.dtype, seqused_k, cu_seqlens_q, None, None, seqused_q, None, layout.page_size, 0, True, -1, -1, False,
         num_splits, None, 0,
     )
     if num_splits > 1:  # [rows per sequence | splits | heads in L2 | tile counter], each padded to 4
@@ -191,35 +195,40 @@ def plan_rows(
             start at ``first_row``.
     """
     pieces = cut_rows(layout, query_lens, seq_lens)
-    starts = first_row + np.concatenate([[0], np.cumsum(pieces[:, 1])])
+    starts = first_row + np.cumsum(pieces[:, 1]) - pieces[:, 1]
     splits = layout.splits(pieces[:, 2])
     per_row = layout.num_heads * layout.head_dim * 4
-    groups, begin, rows, most = [], 0, 0, 1
-    for i in range(len(pieces)):
-        rows_new, most_new = rows + int(pieces[i, 1]), max(most, int(splits[i]))
-        heavy = most_new > 1 and rows_new * most_new * per_row > _PARTIAL_BYTES
-        if i > begin and (heavy or i - begin >= MAX_SEQUENCES):
-            groups.append((begin, i, most))
-            begin, rows_new, most_new = i, int(pieces[i, 1]), int(splits[i])
-        rows, most = rows_new, most_new
-    if len(pieces):
-        groups.append((begin, len(pieces), most))
-    launches = []
-    for begin, end, most in groups:
-        _bound(layout, int(pieces[begin:end, 2].max()))
-        packed = np.concatenate([starts[begin : end + 1] - starts[begin], pieces[begin:end, 2],
-                                 pieces[begin:end, 0] + first_request]).astype(np.int32)
-        host = torch.from_numpy(packed)
-        if str(device).startswith("cuda"):
-            host = host.pin_memory()
-        uploaded = host.to(device, non_blocking=True)
-        count = end - begin
-        rows_dev, used, index = uploaded[: count + 1], uploaded[count + 1 : 2 * count + 1], uploaded[2 * count + 1 :]
-        launches.append(Launch(
-            rows_dev, used, _WIDE, most, _metadata(layout, rows_dev, used, _WIDE, max_context, most),
-            slice(int(starts[begin]), int(starts[end])), None, index,
-        ))
-    return launches
+    groups: list[tuple[list[int], int]] = []
+    for chosen, limit in ((splits == 1, None), (splits > 1, _PARTIAL_BYTES)):
+        group: list[int] = []
+        most = 1
+        for i in np.flatnonzero(chosen).tolist():
+            most_new = max(most, int(splits[i]))
+            span = int(starts[i] + pieces[i, 1] - starts[group[0] if group else i])
+            if group and (len(group) == MAX_SEQUENCES or (limit and span * most_new * per_row > limit)):
+                groups.append((group, most))
+                group, most_new = [], int(splits[i])
+            group.append(i)
+            most = most_new
+        if group:
+            groups.append((group, most))
+    return [_rows_launch(layout, pieces[g], starts[g], most, max_context, device, first_request)
+            for g, most in groups]
+
+
+def _rows_launch(layout, pieces, starts, splits, max_context, device, first_request) -> Launch:
+    """One launch of pieces (request, rows, keys) that start at ``starts``; upload and metadata."""
+    _bound(layout, int(pieces[:, 2].max()))
+    count, first, end = len(pieces), int(starts[0]), int(starts[-1] + pieces[-1, 1])
+    packed = np.concatenate([starts - first, [end - first], pieces[:, 1], pieces[:, 2],
+                             pieces[:, 0] + first_request]).astype(np.int32)
+    host = torch.from_numpy(packed)
+    if str(device).startswith("cuda"):
+        host = host.pin_memory()
+    rows, used_q, used_k, index = host.to(device, non_blocking=True).split([count + 1, count, count, count])
+    max_query = _WIDE if splits == 1 else layout.block_keys  # both select the tall tile
+    metadata = _metadata(layout, rows, used_k, max_query, max_context, splits, used_q)
+    return Launch(rows, used_k, max_query, splits, metadata, slice(first, end), None, index, used_q)
 
 
 def plan_batch(
@@ -270,9 +279,13 @@ def run(
     for launch in launches:
         table = block_table if launch.requests is None else block_table[launch.requests]
         torch.ops._vllm_fa3_C.fwd(
-            q[launch.rows], k_cache, v_cache, None, None, None, out[launch.rows], launch.cu_seqlens_q, None, None, None,
-            launch.seqused_k, launch.max_query, max_context, table, launch.kv_batch_idx, None, None, None, None,
-            None, None, None, scale, True, -1, -1, softcap, True, launch.metadata, launch.num_splits, None, 0,
-            None, 1, 0, None,
+            q[launch.rows], k_cache, v_cache,
+            None, None, None,  # new keys, new values, second query
+            out[launch.rows], launch.cu_seqlens_q,
+            None, None,  # cu_seqlens_k, cu_seqlens_k_new
+            launch.seqused_q, launch.seqused_k, launch.max_query, max_context, table, launch.kv_batch_idx,
+            None, None, None, None, None, None, None,  # left padding, rotary tables, scales of a quantised cache
+            scale, True, -1, -1, softcap, True, launch.metadata, launch.num_splits,
+            None, 0, None, 1, 0, None,  # pack_gqa, SM margin, sinks, context parallelism
         )
     return out

@@ -99,7 +99,7 @@ def _store(o, l_all, out_ptr, token, head, row_ok, stride_t, stride_h, D: tl.con
     tl.store(ptrs, y.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "max_segments", "few_rows", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, seq_len_ptr, sink_ptr,
     part_acc_ptr, part_ml_ptr, ticket_ptr,
@@ -345,8 +345,9 @@ def paged_attention(
     if tokens == 0 or reqs == 0:
         return out
     group = heads // kv_heads
-    plan = schedules or triton_schedules.default_schedules(head_dim, group)
-    launches = [(True, plan.few)] if group <= plan.few.block_m else []
+    plan = schedules or triton_schedules.default_schedules(head_dim, group, page)
+    small = plan.scarce if reqs * kv_heads <= triton_schedules.SCARCE_TILES else plan.few
+    launches = [(True, small)] if group <= small.block_m else []
     if not launches or max_query_len * group > plan.few.block_m:
         launches.append((False, plan.many))
     c = LOG2E if softcap else scale * LOG2E

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 
-from det_plugin.attention import fa3, triton_paged, triton_schedules
+from det_plugin.attention import fa3, triton_paged
 from det_plugin.errors import HostError
 from det_plugin.host.vllm.attention_cuda.common import (
     BatchMetadata,
@@ -106,7 +106,6 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
         self.supports_quant_query_input = False
         self.window = sliding_window or 0
         self.on_triton = bool(self.window) or sinks is not None
-        self.schedules = triton_schedules.default_schedules(head_size, num_heads // num_kv_heads)
         if self.on_triton:
             logger.info_once("Layers with a sliding window or sinks run the invariant Triton kernel")
 
@@ -125,7 +124,6 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
                 attn_metadata.query_start_loc, attn_metadata.seq_lens,
                 max_query_len=attn_metadata.max_query_len, scale=self.scale, window=self.window,
                 softcap=self.logits_soft_cap, sinks=self.sinks, workspace=plan.workspace,
-                schedules=self.schedules,
             )
             return output
         if plan.launches is None:

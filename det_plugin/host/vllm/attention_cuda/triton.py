@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 
-from det_plugin.attention import triton_paged, triton_schedules
+from det_plugin.attention import triton_paged
 from det_plugin.host.vllm.attention_cuda.common import (
     BatchMetadata,
     Refusals,
@@ -76,7 +76,6 @@ class InvariantTritonImpl(TritonAttentionImpl):
         )
         self.supports_quant_query_input = False
         self.window = sliding_window or 0
-        self.schedules = triton_schedules.default_schedules(head_size, num_heads // num_kv_heads)
 
     def fused_output_quant_supported(self, quant_key) -> bool:
         return False
@@ -94,7 +93,7 @@ class InvariantTritonImpl(TritonAttentionImpl):
             query[:tokens], keys, values, output[:tokens], attn_metadata.block_table,
             attn_metadata.query_start_loc, attn_metadata.seq_lens, max_query_len=attn_metadata.max_query_len,
             scale=self.scale, window=self.window, softcap=self.logits_soft_cap, sinks=self.sinks,
-            workspace=attn_metadata.extra, schedules=self.schedules,
+            workspace=attn_metadata.extra,
         )
         return output
 
@@ -103,6 +102,11 @@ class InvariantTritonBackend(Refusals, TritonAttentionBackend):
     """``TRITON_ATTN``, batch-invariant."""
 
     det_backend = "triton"
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """64 where the user names none: a key block then lies in one page, a fifth faster in prefill."""
+        return max(default_block_size, 64)
 
     @staticmethod
     def get_impl_cls():
