@@ -117,9 +117,13 @@ class BenchOptions:
             raise ConfigError(f"--server-args: got {server_args!r} ({error})") from None
         return options
 
+    def new_tokens(self, concurrent: int) -> int:
+        """Tokens per request: ``output_tokens``, up to four times that at low concurrency (steadier timing)."""
+        return self.output_tokens * max(1, 4 // concurrent)
+
     def cases(self) -> list[Case]:
         """The cases, in the order they are measured."""
-        decode = [Case(f"decode, {n} concurrent", n, self.prompt_tokens, self.output_tokens) for n in self.concurrency]
+        decode = [Case(f"decode, {n} concurrent", n, self.prompt_tokens, self.new_tokens(n)) for n in self.concurrency]
         name = f"prefill, {self.prefill_prompts} x {self.prefill_tokens}"
         return [*decode, Case(name, self.prefill_prompts, self.prefill_tokens, 1, prefill=True)]
 
@@ -160,7 +164,7 @@ def make_server(variant: str, options: BenchOptions, *, together: int) -> VllmSe
             args += ["--gpu-memory-utilization", f"{0.88 / together:.2f}"]
     elif "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         env["VLLM_CPU_KVCACHE_SPACE"] = "2"
-    longest = max(options.prompt_tokens + options.output_tokens, options.prefill_tokens + 1)
+    longest = max(case.prompt_tokens + case.new_tokens for case in options.cases())
     if not any(a.startswith("--max-model-len") for a in args):
         args += ["--max-model-len", str(max(2048, longest + 64))]
     return VllmServer(str(options.model), deterministic=kind == "deterministic", extra_args=args, env=env)

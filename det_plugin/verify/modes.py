@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from det_plugin.evidence.divergence import kl_divergence
@@ -210,6 +210,18 @@ def _require_details(answer: Answer) -> None:
         raise NotTestedError(DETAILS_HINT)
 
 
+def waves(trials: int, width: int) -> Iterator[range]:
+    """Cut ``range(trials)`` into waves that run at once: 1, ``width``, 2, ``width``, 3, ... requests.
+
+    A request alone meets other schedules than one among many, so both kinds occur.
+    """
+    start, alone, wide = 0, 1, False
+    while start < trials:
+        size = width if wide else min(alone, width)
+        yield range(start, min(trials, start + size))
+        start, alone, wide = start + size, alone + (not wide), not wide
+
+
 # --- radix_cache ----------------------------------------------------------------------------------------
 
 
@@ -251,9 +263,7 @@ async def run_radix_cache(ctx: Context) -> list[GroupResult]:
             f"{ctx.client.max_model_len} tokens; lower --max-new-tokens"
         )
     groups: list[GroupResult] = []
-    width = ctx.options.concurrency
-    for start in range(0, trials, width):
-        batch = range(start, min(trials, start + width))
+    for batch in waves(trials, ctx.options.concurrency):
         groups += await _prefill_filled(ctx, batch, step, rng)
         groups += await _decode_filled(ctx, batch, boundary, rng)
     groups.sort(key=lambda group: group.label)
@@ -261,7 +271,7 @@ async def run_radix_cache(ctx: Context) -> list[GroupResult]:
 
 
 async def _prefill_filled(ctx: Context, batch: range, step: int, rng: random.Random) -> list[GroupResult]:
-    prompts = [ctx.prompts.prompt(rng, step + rng.randint(2, 40)) for _ in batch]
+    prompts = [ctx.prompts.prompt(rng, step + rng.choice((1, 2, 5, 19, 40))) for _ in batch]
     salts = [ctx.client.fresh_salt() for _ in batch]
     cold = await gather(ctx.sample(p, salt=s) for p, s in zip(prompts, salts, strict=True))
     warm = await gather(ctx.sample(p, salt=s, miss=False) for p, s in zip(prompts, salts, strict=True))
@@ -276,7 +286,7 @@ async def _decode_filled(ctx: Context, batch: range, boundary: int, rng: random.
     salts = [ctx.client.fresh_salt() for _ in batch]
     answers = await gather(ctx.sample(p, salt=s) for p, s in zip(turns, salts, strict=True))
     second = [
-        turn + answer.token_ids + ctx.prompts.take(rng, rng.randint(6, 30))
+        turn + answer.token_ids + ctx.prompts.take(rng, rng.choice((1, 4, 13, 30)))
         for turn, answer in zip(turns, answers, strict=True)
     ]
     warm = await gather(ctx.sample(p, salt=s, miss=False) for p, s in zip(second, salts, strict=True))
@@ -312,9 +322,7 @@ async def run_p_vs_d(ctx: Context) -> list[GroupResult]:
     decoded: list[float] = []
     scored: list[float] = []
     groups = []
-    width = ctx.options.concurrency
-    for start in range(0, trials, width):
-        batch = range(start, min(trials, start + width))
+    for batch in waves(trials, ctx.options.concurrency):
         prompts = [ctx.prompts.prompt(rng, ctx.fit(rng.choice((4, 17, 90, 260)))) for _ in batch]
         answers = await gather(ctx.sample(prompt) for prompt in prompts)
         again = await gather(

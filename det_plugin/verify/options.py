@@ -44,7 +44,7 @@ class VerifyOptions(BaseModel):
         stream: read the answers as a stream.
         prefix_lengths: shared prefixes of ``prefix``, in tokens; cut to the model's context.
         long_prompt_tokens: the prompt that joins in mid-decode in ``mixed``; cut to the model's context.
-        concurrency: requests in flight at once in ``radix_cache`` and ``p_vs_d``.
+        concurrency: most requests in flight at once in ``radix_cache`` and ``p_vs_d``.
         rng_seed: seed of the verification's own choices (prompts, positions, neighbours).
         timeout: seconds without an answer after which the server counts as gone.
         api_key: sent as a bearer token.

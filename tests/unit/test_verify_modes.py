@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from det_plugin.verify import ALL_MODES, VerificationResult, VerifyOptions, run_verification
+from det_plugin.verify.modes import waves
 
 
 def _load(name: str):
@@ -129,6 +132,14 @@ def test_hits_and_misses_are_counted():
     assert len(groups) == 4
     assert {(g.cache_hits, g.cache_misses) for g in groups} == {(1, 1)}
     assert {g.label.split(",")[0] for g in groups} == {"cache filled by prefill", "cache filled by decode"}
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_waves_cover_every_trial_once_and_some_run_alone(trials, width):
+    found = list(waves(trials, width))
+    assert [i for wave in found for i in wave] == list(range(trials))
+    assert len(found[0]) == 1
+    assert max(map(len, found)) <= width
 
 
 def test_degenerate_answers_prove_nothing():
