@@ -19,7 +19,8 @@ import torch
 from torch.nn.functional import linear as stock_linear
 
 from det_plugin.evidence.certificates import first_difference
-from det_plugin.ops.linear_cuda import LinearDispatcher, bind_cublaslt, canonical_linear, certification_data
+from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear
+from det_plugin.ops.linear_plan import bind_cublaslt, certification_data
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, bind_tile, run_tile, table_key, table_path
 from det_plugin.ops.linear_tuning import graph_time, merge_intervals, rotating_weights, save_table
 

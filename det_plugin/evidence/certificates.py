@@ -38,12 +38,15 @@ class Schedule:
         run: called with the inputs that ``make_inputs`` returned; gives a tensor, or a sequence of tensors,
             whose first dimension is the rows.
         min_rows, max_rows: row counts that it serves, both inclusive; None means without bound.
+        row_counts: row counts to compare it at instead of all those that :func:`certify` is given; for one of
+            many similar schedules.
     """
 
     name: str
     run: Callable[..., Any] = field(compare=False, repr=False)
     min_rows: int = 1
     max_rows: int | None = None
+    row_counts: tuple[int, ...] | None = None
 
     def serves(self, rows: int) -> bool:
         """Whether the schedule may run for this many rows."""
@@ -300,9 +303,11 @@ def certify(
     compared = 0
     for schedule in (canonical, *(s for s in schedules if s.name != canonical.name)):
         difference = None
-        for rows in counts:
+        for rows in counts if schedule.row_counts is None else sorted(set(schedule.row_counts)):
             if not schedule.serves(rows):
                 continue
+            if rows > block:
+                raise ValueError(f"{schedule.name}.row_counts: got {rows}, expected at most {block}")
             for start in sorted({0, (block - rows) // 2, block - rows}):
                 difference = _compare(schedule, make_inputs(start, rows), expected, start, rows)
                 compared += rows

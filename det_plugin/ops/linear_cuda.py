@@ -25,11 +25,20 @@ from det_plugin.errors import CertificateError
 from det_plugin.evidence.certificates import Certificate, CertificateStore, Schedule, certify, row_ladder
 from det_plugin.ops._cublaslt import Algorithm, CublasLt, LinearProblem
 from det_plugin.ops._triton import require_kernel_device
+from det_plugin.ops.linear_plan import (
+    CUBLASLT,
+    Plan,
+    bind_cublaslt,
+    certification_data,
+    certified_rows,
+    cublaslt_ranges,
+    named_algorithms,
+    spread,
+)
 from det_plugin.ops.linear_schedules import (
     CANONICAL,
     Table,
     Tile,
-    bind_tile,
     check_table,
     load_tables,
     run_tile,
@@ -40,11 +49,6 @@ from det_plugin.ops.linear_schedules import (
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tuning"
-MAX_ROWS = 8192
-MAX_BLOCK_ELEMENTS = 2**28
-CUBLASLT: Table = ((None, "cublaslt"),)
-
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int], None]
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,127 +62,6 @@ def canonical_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     run_tile(CANONICAL[x.dtype], x, weight, bias, y)
     return y
-
-
-def asked_rows(m: int) -> int:
-    """Row count that cuBLASLt's heuristic is asked for: exact up to 512, then the next multiple of 64."""
-    return m if m <= 512 else -(-m // 64) * 64
-
-
-def certified_rows(n: int, k: int) -> int:
-    """Largest row count of one launch, a power of two: bounds the memory that certifying takes."""
-    rows = MAX_ROWS
-    while rows > 64 and rows * max(n, k) > MAX_BLOCK_ELEMENTS:
-        rows //= 2
-    return rows
-
-
-def certification_data(
-    rows: int, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Random x, W, b in which a change of order shows.
-
-    The second half of K nearly cancels the first in every other row, so that what an order rounds off weighs
-    more in the small result.
-    """
-    generator = torch.Generator(device).manual_seed(0x5EED)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
-
-    x, w = normal(rows, k), normal(n, k)
-    half = k // 2
-    if half:
-        w[:, half : 2 * half] = w[:, :half]
-        x[1::2, half : 2 * half] = normal(rows // 2, half) / 64 - x[1::2, :half]
-    return x, w, normal(n) if has_bias else None
-
-
-class Plan:
-    """Certified schedules of one (N, K, dtype, bias) on one device, and what runs at which row count."""
-
-    def __init__(
-        self,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        has_bias: bool,
-        table: Table,
-        certificate: Certificate,
-        problem: LinearProblem | None,
-    ) -> None:
-        self.n, self.k, self.dtype, self.has_bias = n, k, dtype, has_bias
-        self.table, self.certificate, self.problem = table, certificate, problem
-        self.max_rows = certified_rows(n, k)
-        self.accepted = frozenset(certificate.accepted)
-        self.by_rows: dict[int, Launch] = {}
-        self._ranges = [parse_range(name) for name in certificate.accepted if name.startswith("cublaslt")]
-        self._vendor: dict[int, Algorithm | None] = {}
-
-    def schedule(self, m: int) -> str:
-        """Name of what runs for ``m`` rows: the table's choice if certified, else cuBLASLt, else canonical."""
-        wanted = next(name for bound, name in self.table if bound is None or m <= bound)
-        if wanted in self.accepted and m <= Tile.parse(wanted).max_rows(self.max_rows):
-            return wanted
-        vendor = self.vendor(m)
-        return vendor.name if vendor is not None else CANONICAL[self.dtype].name
-
-    def vendor(self, m: int) -> Algorithm | None:
-        """cuBLASLt's first choice for ``m`` rows if it is certified at such row counts, else None."""
-        if self.problem is None:
-            return None
-        asked = min(asked_rows(m), self.max_rows)
-        if asked not in self._vendor:
-            first = next(iter(self.problem.algorithms(asked, 1)), None)
-            certified = first is not None and any(
-                name == first.name and low <= m <= high for name, low, high in self._ranges
-            )
-            self._vendor[asked] = first if certified else None
-        return self._vendor[asked]
-
-    def launcher(self, m: int) -> Launch:
-        """What :func:`linear` calls for ``m`` <= :attr:`max_rows` rows."""
-        found = self.by_rows.get(m)
-        if found is None:
-            found = self.by_rows[m] = self.bind(self.schedule(m), m)
-        return found
-
-    def bind(self, name: str, m: int) -> Launch:
-        """Launcher of one schedule for ``m`` rows; operands it cannot read go to the canonical tile."""
-        canonical = bind_tile(CANONICAL[self.dtype], m, self.n, self.k)
-        if not name.startswith("cublaslt"):
-            return bind_tile(Tile.parse(name), m, self.n, self.k, canonical)
-        algorithm = self.vendor(m)
-        if self.problem is None or algorithm is None:
-            raise CertificateError(f"schedule {name}: not certified for N={self.n}, K={self.k}, {m} rows")
-        return bind_cublaslt(self.problem, algorithm, m, self.dtype.itemsize, canonical)
-
-
-def parse_range(name: str) -> tuple[str, int, int]:
-    """``(algorithm, smallest, largest row count)`` of a certified cuBLASLt schedule ``algorithm@low-high``."""
-    algorithm, rows = name.split("@")
-    low, high = rows.split("-")
-    return algorithm, int(low), int(high)
-
-
-def bind_cublaslt(problem: LinearProblem, algorithm: Algorithm, m: int, size: int, otherwise: Launch) -> Launch:
-    """Launcher of one cuBLASLt algorithm; operands that are not 16-byte aligned go to ``otherwise``."""
-    raw = problem.bind(algorithm, m)
-
-    def launch_cublaslt(x, w, bias, y, stream) -> None:
-        x_at, w_at, x_stride, w_stride = x.data_ptr(), w.data_ptr(), x.stride(0), w.stride(0)
-        bias_at = 0 if bias is None else bias.data_ptr()
-        if (
-            (x_at | w_at | bias_at | x_stride * size | w_stride * size) & 15
-            or w.stride(1) != 1
-            or x.stride(1) != 1
-            or w_stride < problem.k
-        ):
-            otherwise(x, w, bias, y, stream)
-            return
-        raw(x_at, w_at, bias_at, y.data_ptr(), x_stride, w_stride, stream)
-
-    return launch_cublaslt
 
 
 class LinearDispatcher:
@@ -254,15 +137,19 @@ class LinearDispatcher:
         problem = LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
         table = self.table(dtype, n, k, device)
         measure = table is None and self.measure
+        block = certified_rows(n, k)
         if table is not None:
-            names = {name for _, name in table if name != "cublaslt"}
+            names = {name for _, name in table if not name.startswith("cublaslt")}
+            named = named_algorithms(problem, table, block)
         else:
             names = linear_tuning.candidates(dtype, n, k) if measure else set()
+            named = linear_tuning.alternatives(problem, block) if measure else []
             table = CUBLASLT
-        certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), table, problem)
+        certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), named, problem)
         plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
         if measure:
-            plan.table = linear_tuning.measure_table(plan, torch.device("cuda", device))
+            table = linear_tuning.measure_table(plan, named, torch.device("cuda", device))
+            plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
             if self.store is not None:
                 gpu = torch.cuda.get_device_name(device)
                 path = table_path(self.store.folder / "tuning", gpu)
@@ -271,16 +158,20 @@ class LinearDispatcher:
 
     def _certify(
         self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int,
-        names: list[str], table: Table, problem: LinearProblem | None,
+        names: list[str], named: list[tuple[Algorithm, int, int]], problem: LinearProblem | None,
     ) -> Certificate:  # fmt: skip
         key = f"{table_key(dtype, n, k)},bias={int(has_bias)}"
         canonical_tile = CANONICAL[dtype]
         block = certified_rows(n, k)
         stored = self.store.load("linear", key) if self.store is not None else None
-        if stored is not None and set(names) <= set(stored.accepted) | set(stored.struck_out):
+        wanted = {*names, *(f"{a.name}@{low}-{high}" for a, low, high in named)}
+        if stored is not None and wanted <= set(stored.accepted) | set(stored.struck_out):
             if stored.canonical == canonical_tile.name and stored.row_counts[-1] == block:
                 return stored
-        ranges = cublaslt_ranges(problem, block)
+        vendor = {
+            f"{a.name}@{low}-{high}": (a, low, high)
+            for a, low, high in [*cublaslt_ranges(problem, block).values(), *named]
+        }
         data: list[Any] = []
 
         def make_inputs(start: int, rows: int) -> tuple[Any, ...]:
@@ -304,17 +195,15 @@ class LinearDispatcher:
                 bind_cublaslt(problem, algorithm, x.shape[0], dtype.itemsize, _refuse)(x, w, bias, y, stream)
                 return y
 
-            return Schedule(f"{algorithm.name}@{low}-{high}", run, low, high)
+            return Schedule(f"{algorithm.name}@{low}-{high}", run, low, high, spread(low, high))
 
-        thresholds = [bound for bound, _ in table if bound is not None]
-        thresholds += [Tile.parse(name).max_rows(block) for name in names]
-        edges = [rows for _, low, high in ranges.values() for rows in (low, high)]
-        counts = sorted({*row_ladder(thresholds, block), *edges})
+        thresholds = [Tile.parse(name).max_rows(block) for name in names]
+        counts = row_ladder(thresholds, block)
         certificate = certify(
             "linear", key, tile_schedule(canonical_tile),
             [
                 *(tile_schedule(Tile.parse(name)) for name in names if name != canonical_tile.name),
-                *(cublaslt_schedule(*entry) for entry in ranges.values()),
+                *(cublaslt_schedule(*entry) for entry in vendor.values()),
             ],
             make_inputs, counts, store=self.store, mode=self.mode, progress=self.progress,
         )  # fmt: skip
@@ -364,20 +253,6 @@ class LinearDispatcher:
 
 def _refuse(*_: Any) -> None:
     raise RuntimeError("operands are not 16-byte aligned")
-
-
-def cublaslt_ranges(problem: LinearProblem | None, block: int) -> dict[str, tuple[Algorithm, int, int]]:
-    """Every algorithm that may be chosen up to ``block`` rows, with the smallest and largest such row count."""
-    ranges: dict[str, tuple[Algorithm, int, int]] = {}
-    if problem is None:
-        return ranges
-    for asked in sorted({asked_rows(m) for m in range(1, block + 1)}):
-        offered = problem.algorithms(asked, 1)
-        if offered:
-            smallest = asked if asked <= 512 else asked - 63
-            _, low, _ = ranges.get(offered[0].name, (None, smallest, 0))
-            ranges[offered[0].name] = (offered[0], low, asked)
-    return ranges
 
 
 def check_linear_arguments(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +13,17 @@ import torch
 from det_plugin.ops.linear_schedules import Table, Tile
 
 if TYPE_CHECKING:
-    from det_plugin.ops.linear_cuda import Plan
+    from det_plugin.ops._cublaslt import Algorithm, LinearProblem
+    from det_plugin.ops.linear_plan import Plan
 
-ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
-"""Row counts that are measured; each is the largest of its interval in the table."""
+INTERVALS = (1, 8, 16, 32, 64, 128)
+"""Row counts that end an interval of the table: what is fastest there serves the whole interval."""
+
+POINTS = (256, 512, 1024, 2048, 4096, 8192)
+"""Larger row counts that are measured one by one; between them cuBLASLt's heuristic chooses."""
+
+TILE_MARGIN, VENDOR_MARGIN = 1.02, 1.015
+"""How much faster than the heuristic's first choice a tile, or another algorithm, must be."""
 
 ROTATION_BYTES = 192 * 2**20
 """Weights are rotated over this many bytes, so that they come from device memory and not from the L2 cache."""
@@ -25,11 +32,31 @@ ROTATION_BYTES = 192 * 2**20
 def candidates(dtype: torch.dtype, n: int, k: int) -> set[str]:
     """Tiles worth measuring beside cuBLASLt."""
     if dtype == torch.float32:
-        return {"pointer-16x32x64-w4-s3", "pointer-32x32x32-w4-s3", "pointer-64x64x32-w4-s2"}
-    names = {"pointer-16x32x128-w4-s4", "pointer-16x16x256-w4-s4", "pointer-64x64x64-w4-s4"}
+        return {"pointer-16x32x64-w4-s3", "pointer-32x32x32-w4-s3"}
     if torch.cuda.get_device_capability()[0] == 9 and n * dtype.itemsize % 16 == k * dtype.itemsize % 16 == 0:
-        names |= {"tma-16x32x128-w4-s5", "swap-16x64x128-w4-s5", "swap-32x64x128-w4-s5"}
-    return names
+        return {
+            "swap-16x64x128-w4-s6",
+            "swap-16x64x256-w4-s4",
+            "swap-16x128x128-w8-s4",
+            "tma-16x64x256-w4-s3",
+            "swap-32x64x128-w4-s5",
+            "swap-32x128x128-w8-s4",
+            "swap-64x64x128-w4-s5",
+            "tma-64x128x64-w4-s4",
+        }
+    return {"pointer-16x32x128-w4-s4", "pointer-16x16x256-w4-s4", "pointer-128x128x64-w8-s3"}
+
+
+def alternatives(problem: "LinearProblem | None", block: int, count: int = 6) -> "list[tuple[Algorithm, int, int]]":
+    """cuBLASLt's suggestions after the first, with the row counts they would serve."""
+    found = []
+    low = 1
+    for m in (*INTERVALS, *POINTS):
+        if problem is not None and m <= block:
+            start = m if m in POINTS else low
+            found += [(a, start, m) for a in problem.algorithms(m, count)[1:]]
+        low = m + 1
+    return found
 
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 3) -> float:
@@ -62,37 +89,63 @@ def rotating_weights(n: int, k: int, dtype: torch.dtype, device: torch.device) -
     return [first, *(torch.roll(first, i + 1, 0) for i in range(copies - 1))]
 
 
-def measure_table(plan: "Plan", device: torch.device, margin: float = 1.02) -> Table:
-    """Fastest certified schedule at each of :data:`ROWS`; a tile must beat cuBLASLt by ``margin``."""
+def measure_table(plan: "Plan", named: "list[tuple[Algorithm, int, int]]", device: torch.device) -> Table:
+    """Times the certified schedules at :data:`INTERVALS` and :data:`POINTS`, and ranks them."""
     weights = rotating_weights(plan.n, plan.k, plan.dtype, device)
     bias = torch.randn(plan.n, device=device, dtype=plan.dtype) if plan.has_bias else None
-    best: list[tuple[int | None, str]] = []
+    times: dict[int, dict[str, float]] = {}
     tiles = [name for name in plan.certificate.accepted if not name.startswith("cublaslt")]
-    for m in (rows for rows in ROWS if rows <= plan.max_rows):
+    for m in (rows for rows in (*INTERVALS, *POINTS) if rows <= plan.max_rows):
         x = torch.randn(m, plan.k, device=device, dtype=plan.dtype)
         y = torch.empty(m, plan.n, device=device, dtype=plan.dtype)
-        algorithm = plan.vendor(m)
-        vendor = None if algorithm is None else algorithm.name
-        times: dict[str, float] = {}
-        for name in [*([vendor] if vendor else []), *(tiles if m <= 256 or not vendor else [])]:
-            if name != vendor and m > Tile.parse(name).max_rows(plan.max_rows):
-                continue
-            launch = plan.bind(name, m)
-            time = graph_time([partial(_call, launch, x, w, bias, y) for w in weights])
-            times[name] = time if name == vendor else time * margin
-        winner = min(times, key=lambda name: times[name])
-        best.append((m, "cublaslt" if winner == vendor else winner))
-    return merge_intervals(best)
+        vendor = plan.vendor(m)
+        launches = {} if vendor is None else {"cublaslt": plan.bind(vendor.name, m)}
+        launches |= {
+            a.name: plan.bind_algorithm(a, m)
+            for a, _, high in named
+            if high == m and plan.certified(a.name, m) and (vendor is None or a.name != vendor.name)
+        }
+        if m <= INTERVALS[-1] or not launches:
+            launches |= {name: plan.bind(name, m) for name in tiles if m <= Tile.parse(name).max_rows(plan.max_rows)}
+        times[m] = {
+            name: graph_time([partial(_call, launch, x, w, bias, y) for w in weights])
+            for name, launch in launches.items()
+        }
+    return rank(times)
+
+
+def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
+    """The table that times (microseconds by row count and schedule) ask for."""
+    best: dict[int, str] = {}
+    for m, measured in times.items():
+        if measured:
+            best[m] = min(
+                measured,
+                key=lambda name: (
+                    measured[name]
+                    * (1 if name == "cublaslt" else VENDOR_MARGIN if name.startswith("cublaslt") else TILE_MARGIN)
+                ),
+            )
+    default = "cublaslt" if any("cublaslt" in measured for measured in times.values()) else None
+    rows: list[tuple[int | None, str]] = []
+    for m in sorted(best):
+        if m in POINTS and default is not None:
+            if best[m] != default:
+                rows += [(m - 1, default), (m, best[m])]
+        else:
+            rows.append((m, best[m]))
+    rows.append((None, default or best[max(best)]))
+    return merge_intervals(rows)
 
 
 def _call(launch, x, w, bias, y) -> None:
     launch(x, w, bias, y, torch.cuda.current_stream().cuda_stream)
 
 
-def merge_intervals(best: Sequence[tuple[int | None, str]]) -> Table:
+def merge_intervals(rows: Sequence[tuple[int | None, str]]) -> Table:
     """Join neighbouring intervals with the same schedule; the last one loses its bound."""
     merged: list[tuple[int | None, str]] = []
-    for bound, name in best:
+    for bound, name in rows:
         if merged and merged[-1][1] == name:
             merged[-1] = (bound, name)
         else:

@@ -35,7 +35,7 @@ def mean_rows_reference(x: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(padded[..., :lanes])
     for chunk in padded.split(lanes, dim=-1):
         total = total + chunk
-    return (tree_sum_reference(total) / torch.tensor(float(n))).to(x.dtype)
+    return (tree_sum_reference(total) / torch.full((), float(n), device=x.device)).to(x.dtype)
 
 
 @triton.jit

@@ -35,7 +35,8 @@ def rms_norm_reference(
     """The contract in plain torch, bit for bit.
 
     Fused multiply-add, square root and reciprocal go through fp64, which rounds to the same fp32 numbers
-    (torch's own fp32 square root is not correctly rounded on every processor).
+    (torch's own fp32 square root is not correctly rounded on every processor, and on CUDA it multiplies by
+    the reciprocal when it divides by a number or a CPU tensor).
     """
     n = x.shape[-1]
     lanes = min(next_power_of_2(n), MAX_LANES)
@@ -44,8 +45,8 @@ def rms_norm_reference(
     total = torch.zeros_like(padded[..., :lanes])
     for chunk in padded.split(lanes, dim=-1):
         total = (total.double() + chunk.double() * chunk.double()).float()
-    variance = tree_sum_reference(total) / torch.tensor(float(n))
-    root = torch.sqrt((variance + torch.tensor(eps, dtype=torch.float32)).double()).float()
+    variance = tree_sum_reference(total) / torch.full((), float(n), device=x.device)
+    root = torch.sqrt((variance + torch.full((), eps, device=x.device)).double()).float()
     rstd = (1.0 / root.double()).float()
     y = wide * rstd.unsqueeze(-1)
     if weight is not None:

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import random
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from det_plugin.evidence.fingerprint import fingerprint, package_version
 from det_plugin.ops import linear_cuda, rms_norm, softmax
 from det_plugin.ops.bmm import bmm
 from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear
+from det_plugin.ops.linear_plan import certification_data
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, table_key
 from det_plugin.ops.linear_tuning import graph_time, rotating_weights
 from det_plugin.ops.mean import mean, mean_reference
@@ -96,13 +96,17 @@ def row_counts(table_bounds: list[int], seed: int, count: int = 60, top: int = 8
 def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype, counts: int) -> None:
     """Rows bitwise equal over row counts and positions, repeats, accuracy, stock as negative control."""
     for model, shapes in models.items():
-        compared = mismatched = control = rows_run = 0
+        compared = mismatched = control = rows_run = schedules = 0
+        certify_seconds = 0.0
         worst_ratio, struck = 0.0, {}
         for n, k in shapes:
             has_bias = (model, (n, k)) in BIASED
             top = 8192
-            x, w, b = linear_cuda.certification_data(top, n, k, dtype, has_bias, DEVICE)
+            x, w, b = certification_data(top, n, k, dtype, has_bias, DEVICE)
+            begin = time.monotonic()
             plan = dispatcher.plan(n, k, dtype, has_bias, 0)
+            certify_seconds += time.monotonic() - begin
+            schedules += len(plan.certificate.accepted)
             struck |= {f"{n},{k},{name}": str(d) for name, d in plan.certificate.struck_out.items()}
             expected = canonical_linear(x, w, b)
             stock_all = stock_linear(x, w, b)
@@ -128,6 +132,7 @@ def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype,
         record(
             f"linear rows ({kind})", model, compared, mismatched, control, row_counts=rows_run,
             error_ratio_to_cublas=round(worst_ratio, 4), struck_out=struck,
+            certified_schedules=schedules, certify_seconds=round(certify_seconds, 2),
         )  # fmt: skip
         if worst_ratio > 1.01:
             failures.append(f"linear {model} {kind}: error {worst_ratio:.3f} of cuBLAS's")
@@ -144,7 +149,7 @@ def check_linear_shapes(dispatcher: LinearDispatcher) -> None:
         mismatched += differing_rows(y, want) if y.numel() else 0
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for n, k in [(577, 333), (1, 1), (1, 4096), (129, 8), (1000, 1001), (64, 64), (264, 520)]:
+        for n, k in [(577, 333), (1, 1), (129, 8), (264, 520)]:
             base = torch.randn(260, k + 9, device=DEVICE, dtype=dtype)
             w = torch.randn(n, k, device=DEVICE, dtype=dtype)
             b = torch.randn(n, device=DEVICE, dtype=dtype)
@@ -152,7 +157,7 @@ def check_linear_shapes(dispatcher: LinearDispatcher) -> None:
             want = canonical_linear(x, w, b)
             exact = x.double() @ w.double().T + b.double()
             error = ((want.double() - exact).norm() / exact.norm()).item()
-            if not error < 4 * max(EPS[dtype], 2.0**-22):
+            if not error < 4 * max(EPS[dtype], 2.0**-24 * k**0.5):
                 failures.append(f"linear {dtype} N={n} K={k}: error {error:.2e}")
             for m in (1, 2, 17, 64, 65, 129, 260):
                 same(dispatcher(x[:m], w, b), want[:m])
@@ -187,7 +192,7 @@ def check_linear_modes() -> None:
     """Two tuning tables, CUDA graph replay, torch.compile and another process's plan: one set of bytes."""
     compared = mismatched = 0
     for n, k in [(6144, 4096), (1024, 3072)]:
-        x, w, _ = linear_cuda.certification_data(700, n, k, torch.bfloat16, False, DEVICE)
+        x, w, _ = certification_data(700, n, k, torch.bfloat16, False, DEVICE)
         key = table_key(torch.bfloat16, n, k)
         tiles = ((8, "pointer-16x32x128-w4-s4"), (64, "swap-64x64x128-w4-s5"), (None, "tma-128x128x64-w8-s4"))
         first = LinearDispatcher(tables={key: ((None, "cublaslt"),)})
@@ -204,8 +209,12 @@ def check_linear_modes() -> None:
                 captured = (first(static, w), second(static, w))
             graph.replay()
             mismatched += sum(differing_rows(c, a) for c in captured)
-            compiled = torch.compile(torch.ops.det_plugin.linear, fullgraph=True, backend="aot_eager")
-            mismatched += differing_rows(compiled(x[:m], w, None), a)
+            compiled = torch.compile(
+                lambda t, v: torch.ops.det_plugin.linear(t, v),  # noqa: PLW0108 (a packet is no function)
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            mismatched += differing_rows(compiled(x[:m], w), a)
             compared += 3 * m
         if len(names) < 4:
             failures.append(f"two tables ran only {sorted(names)}")
@@ -220,12 +229,12 @@ def check_linear_modes() -> None:
 
 def check_norms() -> None:
     """Reference bit for bit, row counts, positions, strides, fused against unfused."""
-    for width in (128, 576, 1024, 2048, 2560, 3584, 4096, 12288):
+    for width in (128, 576, 2560, 4096, 12288):
         compared = mismatched = 0
         w = torch.randn(width, device=DEVICE, dtype=torch.bfloat16)
         x = torch.randn(4096, width, device=DEVICE, dtype=torch.bfloat16)
         r = torch.randn_like(x)
-        for offset in (0.0, 1.0):
+        for offset in (0.0, 1.0) if width == 2560 else (0.0,):  # 1.0: Gemma
             want = rms_norm.rms_norm_reference(x, w, 1e-6, offset)
             fused_want, total_want = rms_norm.fused_add_rms_norm_reference(x, r, w, 1e-6, offset)
             for m in row_counts([255, 256], width, 40, 4096):
@@ -250,18 +259,20 @@ def check_norms() -> None:
         got = rms_norm.rms_norm(heads, w).view(128, width)
         mismatched += differing_rows(got, rms_norm.rms_norm_reference(heads, w, 1e-6).view(128, width))
         compared += 128
-        kept, rms_norm.MAX_LANES = rms_norm.MAX_LANES, 64
-        control = differing_rows(x, x)  # zero; then a tree of 64 lanes instead of the contract's
-        y32 = x.float()
+        y32 = torch.randn(512, width, device=DEVICE)
+        kept, rms_norm.MAX_LANES = rms_norm.MAX_LANES, 64  # control: a tree of 64 lanes
         wrong = rms_norm.rms_norm_reference(y32, None, 1e-6)
         rms_norm.MAX_LANES = kept
-        control += differing_rows(wrong, rms_norm.rms_norm(y32, None))
+        right = rms_norm.rms_norm(y32, None)
+        mismatched += differing_rows(right, rms_norm.rms_norm_reference(y32, None, 1e-6))
+        compared += 512
+        control = differing_rows(wrong, right)
         record("rms_norm, fused_add_rms_norm", f"width {width}", compared, mismatched, control)
 
 
 def check_softmax() -> None:
     """Row counts, positions, strides; accuracy against float64; another segment width as control."""
-    for width in (128, 4096, 32000, 151936, 262144):
+    for width in (128, 32000, 151936, 262144):
         compared = mismatched = 0
         rows_total = 64 if width > 10000 else 512
         x = torch.randn(rows_total, width, device=DEVICE, dtype=torch.bfloat16) * 4
@@ -279,7 +290,7 @@ def check_softmax() -> None:
             wide = torch.cat([x[:9], x[:9]], 1)[:, 1 : width + 1]
             mismatched += differing_rows(function(wide), function(wide.contiguous()))
             compared += 9
-        kept, softmax.SEGMENT = softmax.SEGMENT, 64
+        kept, softmax.SEGMENT = softmax.SEGMENT, 64  # control: other segments
         control = differing_rows(softmax.log_softmax(x[:16]), want[:16])
         softmax.SEGMENT = kept
         record("softmax, log_softmax", f"width {width}", compared, mismatched, control)
@@ -312,10 +323,10 @@ def check_bmm_and_mean() -> None:
     for m in (1, 2, 17, 128, 699):
         mismatched += differing_rows(mean(x[:m], -1), want[:m])
         compared += m
-    kept = want.float()
-    reversed_order = mean(x.float().flip(-1), -1)
-    control = differing_rows(reversed_order, mean(x.float(), -1))
-    del kept
+    y32 = torch.randn(700, 1300, device=DEVICE)
+    mismatched += differing_rows(mean(y32, -1), mean_reference(y32, [-1], False))
+    compared += 700
+    control = differing_rows(mean(y32.flip(-1), -1), mean(y32, -1))  # another order
     record("mean", "", compared, mismatched, control)
 
 
@@ -417,11 +428,9 @@ def time_rows(rounds: int) -> None:
         line["GB/s"] = round(rows * width * (2 + 2 + 4) / line["deterministic"] / 1e3, 1)  # x twice, y once
 
 
-def environment() -> dict:
+def environment(commit: str | None) -> dict:
     """What the results were measured on."""
     facts = fingerprint("cuda")
-    root = Path(__file__).resolve().parents[2]
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
     return {
         "gpu": facts["gpu"],
         "driver": facts["driver"],
@@ -429,7 +438,7 @@ def environment() -> dict:
         "triton": package_version("triton"),
         "cublaslt": linear_cuda.dispatcher.handle(0).version if linear_cuda.dispatcher.handle(0) else None,
         "source": facts["source"],
-        "commit": found.stdout.strip() or None,
+        "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -443,7 +452,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="few shapes, row counts and rounds")
-    parser.add_argument("--seconds", type=float, default=150, help="no further timing case after this")
+    parser.add_argument("--seconds", type=float, default=100, help="no further timing case after this")
+    parser.add_argument("--commit", help="commit of the source, for the report")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     begin = time.monotonic()
@@ -451,24 +461,21 @@ def main() -> int:
     quick = arguments.quick
     models = {"Qwen3-0.6B": SHAPES["Qwen3-0.6B"][:4], "Qwen2.5-7B": SHAPES["Qwen2.5-7B"][:1]} if quick else SHAPES
     some = {"Qwen3-1.7B": [(2048, 6144)], "SmolLM2-135M": SHAPES["SmolLM2-135M"][:4]}
+    rounds, counts = (1, 20) if quick else (3, 60)
+    timed = ["Qwen3-0.6B"] if quick else [*SPEED_MODELS, *sorted(SHAPES)]
+    deadline = begin + arguments.seconds
     stages = [
-        ("shapes", partial(check_linear_shapes, dispatcher)),
+        ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, counts)),
+        ("time linear", partial(time_linear, dispatcher, timed, SPEED_ROWS, rounds, deadline)),
+        ("time rows", partial(time_rows, rounds)),
         ("norms", check_norms),
         ("softmax", check_softmax),
         ("bmm, mean", check_bmm_and_mean),
         ("modes", check_linear_modes),
-        ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, 20 if quick else 60)),
-        ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, 20 if quick else 60)),
-        ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, 20 if quick else 60)),
-        ("time rows", partial(time_rows, 1 if quick else 3)),
-        (
-            "time linear",
-            partial(
-                time_linear, dispatcher, ["Qwen3-0.6B"] if quick else [*SPEED_MODELS, *sorted(SHAPES)],
-                (1, 64, 512) if quick else SPEED_ROWS, 1 if quick else 3, begin + arguments.seconds,
-            ),
-        ),
-    ]  # fmt: skip
+        ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, counts)),
+        ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, counts)),
+        ("shapes", partial(check_linear_shapes, dispatcher)),
+    ]
     for name, stage in stages:
         started = time.monotonic()
         try:
@@ -481,7 +488,7 @@ def main() -> int:
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
         arguments.out.mkdir(parents=True, exist_ok=True)
         for file, field, content in (("ops_invariance", "checks", checks), ("ops_speed", "cases", speed)):
-            document = {"environment": environment(), field: content, "failures": failures}
+            document = {"environment": environment(arguments.commit), field: content, "failures": failures}
             (arguments.out / f"{file}.json").write_text(json.dumps(document, indent=1))
     controls = sum(c["negative_control_mismatches"] or 0 for c in checks if c["name"].startswith("linear rows"))
     if not controls:

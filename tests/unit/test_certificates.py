@@ -78,6 +78,20 @@ def test_equal_schedules_are_accepted_and_others_struck_out():
     assert int(difference.got, 16) == int(reversed_order(DATA[window])[row].view(np.uint32))
 
 
+def test_a_schedule_may_ask_for_row_counts_of_its_own():
+    seen = []
+
+    def run_and_note(x):
+        seen.append(len(x))
+        return sequential(x)
+
+    own = Schedule("own", run_and_note, 5, 90, row_counts=(90, 7, 5))
+    assert "own" in certify("sum", "K=40", CANONICAL, [own], make_inputs, [1, 300]).accepted
+    assert set(seen) == {5, 7, 90}
+    with pytest.raises(ValueError, match=r"own.row_counts: got 301, expected at most 300"):
+        certify("sum", "K", CANONICAL, [Schedule("own", sequential, row_counts=(301,))], make_inputs, [300])
+
+
 def test_a_canonical_schedule_that_depends_on_rows_is_refused():
     with pytest.raises(CertificateError, match=r"canonical schedule late depends on the row count.*rows 1 "):
         certify("sum", "K=40", Schedule("late", wrong_above_64_rows), [], make_inputs, [1, 64, 65, 300])

@@ -1,0 +1,201 @@
+"""Tuning tables and the choice of a schedule by row count: no GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from det_plugin.evidence.certificates import Certificate, Difference
+from det_plugin.ops import linear_tuning
+from det_plugin.ops._cublaslt import Algorithm
+from det_plugin.ops.linear_cuda import TABLES, check_linear_arguments
+from det_plugin.ops.linear_plan import (
+    Plan,
+    asked_rows,
+    certification_data,
+    certified_rows,
+    cublaslt_ranges,
+    named_algorithms,
+)
+from det_plugin.ops.linear_schedules import (
+    CANONICAL,
+    Tile,
+    aligned,
+    check_table,
+    load_tables,
+    table_key,
+    table_path,
+)
+
+SMALL, LARGE = "swap-16x64x128-w4-s6", "tma-128x128x64-w8-s4"
+CANON = CANONICAL[torch.bfloat16].name
+
+
+class FakeProblem:
+    """cuBLASLt that offers one algorithm up to 100 rows and another above; nothing from 5000 on."""
+
+    k = 64
+
+    def algorithms(self, m, count=8):
+        if m >= 5000:
+            return []
+        first = "cublaslt-few" if m <= 100 else "cublaslt-many"
+        return [Algorithm(first, b""), Algorithm("cublaslt-second", b"")][:count]
+
+
+def plan(table, accepted, problem=None):
+    certificate = Certificate("linear", "key", CANON, (CANON, *accepted), {}, (1, 8192))
+    return Plan(4096, 4096, torch.bfloat16, False, check_table(table, "test"), certificate, problem)
+
+
+def test_names_round_trip():
+    for name in (SMALL, LARGE, CANON, "persistent-128x256x64-w8-s3"):
+        assert Tile.parse(name).name == name
+    with pytest.raises(ValueError, match="got 'nonsense', expected like"):
+        Tile.parse("nonsense")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [[16, SMALL]],
+        [[32, SMALL], [16, LARGE], [None, "cublaslt"]],
+        [[16, SMALL], [16, LARGE], [None, "cublaslt"]],
+        [[None, SMALL], [None, "cublaslt"]],
+        [[None, "splitk-8"]],
+    ],
+)
+def test_malformed_tables_are_refused(rows):
+    with pytest.raises(ValueError, match="expected"):
+        check_table(rows, "test")
+
+
+def test_the_tables_choice_runs_when_certified():
+    made = plan([[16, SMALL], [None, LARGE]], [SMALL, LARGE])
+    assert [made.schedule(m) for m in (1, 16, 17, 8192)] == [SMALL, SMALL, LARGE, LARGE]
+
+
+def test_a_struck_out_choice_never_runs():
+    table = [[16, SMALL], [None, LARGE]]
+    assert plan(table, [LARGE]).schedule(1) == CANON
+    vendor = plan(table, [LARGE, "cublaslt-few@1-100"], FakeProblem())
+    assert vendor.schedule(1) == "cublaslt-few"
+    assert vendor.schedule(17) == LARGE
+
+
+def test_cublaslt_runs_only_where_it_was_certified():
+    made = plan([[None, "cublaslt"]], ["cublaslt-few@1-64", "cublaslt-many@101-4096"], FakeProblem())
+    chosen = {m: made.schedule(m) for m in (1, 64, 65, 100, 101, 4096, 4097, 8000)}
+    assert chosen == {
+        1: "cublaslt-few", 64: "cublaslt-few", 65: CANON, 100: CANON, 101: "cublaslt-many",
+        4096: "cublaslt-many", 4097: CANON, 8000: CANON,
+    }  # fmt: skip
+
+
+def test_an_algorithm_named_by_the_table_runs_where_it_was_certified():
+    table = [[64, "cublaslt-second"], [128, "cublaslt-absent"], [None, "cublaslt"]]
+    accepted = ["cublaslt-few@1-100", "cublaslt-many@101-4992"]
+    assert plan(table, accepted, FakeProblem()).schedule(64) == "cublaslt-few"
+    made = plan(table, [*accepted, "cublaslt-second@1-64"], FakeProblem())
+    assert [made.schedule(m) for m in (1, 64, 65, 128)] == [
+        "cublaslt-second", "cublaslt-second", "cublaslt-few", "cublaslt-many",
+    ]  # fmt: skip
+    assert named_algorithms(FakeProblem(), made.table, 8192) == [(Algorithm("cublaslt-second", b""), 1, 64)]
+
+
+def test_ranking_asks_for_a_margin_and_keeps_large_rows_exact():
+    times = {
+        8: {"cublaslt": 10.0, SMALL: 9.9, "cublaslt-second": 9.9},
+        64: {"cublaslt": 10.0, SMALL: 9.0, "cublaslt-second": 9.5},
+        128: {"cublaslt": 10.0, "cublaslt-second": 9.0},
+        256: {"cublaslt": 10.0, "cublaslt-second": 9.0},
+        512: {"cublaslt": 10.0, "cublaslt-second": 11.0},
+    }
+    assert linear_tuning.rank(times) == (
+        (8, "cublaslt"), (64, SMALL), (128, "cublaslt-second"), (255, "cublaslt"), (256, "cublaslt-second"),
+        (None, "cublaslt"),
+    )  # fmt: skip
+    assert linear_tuning.rank({8: {SMALL: 1.0, CANON: 2.0}, 512: {SMALL: 3.0, CANON: 2.0}}) == (
+        (8, SMALL), (None, CANON),
+    )  # fmt: skip
+
+
+def test_a_small_tile_does_not_serve_more_rows_than_certified():
+    made = plan([[None, SMALL]], [SMALL])
+    limit = Tile.parse(SMALL).max_rows(8192)
+    assert made.schedule(limit) == SMALL
+    assert made.schedule(limit + 1) == CANON
+
+
+def test_ranges_cover_every_row_count_that_may_be_asked():
+    ranges = cublaslt_ranges(FakeProblem(), 8192)
+    assert {name: (low, high) for name, (_, low, high) in ranges.items()} == {
+        "cublaslt-few": (1, 100),
+        "cublaslt-many": (101, 4992),
+    }
+    assert cublaslt_ranges(None, 64) == {}
+    for m in range(1, 3000):
+        assert m <= asked_rows(m) < m + 64
+
+
+def test_certified_rows_bound_memory():
+    assert certified_rows(4096, 4096) == 8192
+    assert certified_rows(151936, 4096) == 1024
+    assert certified_rows(10**9, 64) == 64
+
+
+def test_certification_data_nearly_cancels_in_every_other_row():
+    x, w, b = certification_data(64, 32, 256, torch.float32, True, torch.device("cpu"))
+    again = certification_data(64, 32, 256, torch.float32, True, torch.device("cpu"))
+    assert all(torch.equal(p, q) for p, q in zip((x, w, b), again, strict=True))
+    y = x @ w.T
+    assert y[1::2].abs().mean() < 0.05 * y[::2].abs().mean()
+
+
+def test_tables_are_saved_merged_and_read(tmp_path):
+    path = table_path(tmp_path, "NVIDIA H200")
+    assert path.name == "NVIDIA_H200.json"
+    assert load_tables(path) == {}
+    key = table_key(torch.bfloat16, 4096, 1024)
+    table = linear_tuning.merge_intervals([(1, SMALL), (8, SMALL), (64, "cublaslt"), (128, "cublaslt")])
+    assert table == ((8, SMALL), (None, "cublaslt"))
+    linear_tuning.save_table(path, "NVIDIA H200", key, table)
+    linear_tuning.save_table(path, "NVIDIA H200", "float16,N=1,K=1", ((None, "cublaslt"),))
+    assert load_tables(path) == {key: table, "float16,N=1,K=1": ((None, "cublaslt"),)}
+    path.write_text(json.dumps({"format": 0}))
+    with pytest.raises(ValueError, match="expected 1"):
+        load_tables(path)
+
+
+def test_committed_tables_are_valid():
+    for path in TABLES.glob("*.json"):
+        assert load_tables(path)
+
+
+def test_alignment():
+    x, w = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert aligned(x, w)
+    assert not aligned(x[:, 1:], w[:, 1:])
+    assert not aligned(x.T.contiguous().T, w)
+
+
+def test_arguments_are_refused_by_name():
+    x, w = torch.zeros(4, 64), torch.zeros(8, 64)
+    check_linear_arguments(x, w, torch.zeros(8))
+    for arguments, words in [
+        ((x, torch.zeros(8, 63), None), r"x: got shape \[4, 64\], expected \[\.\.\., 63\]"),
+        ((x, torch.zeros(8), None), r"weight: got shape \[8\], expected two dimensions"),
+        ((x.half(), w, None), "weight: got torch.float32"),
+        ((x, w, torch.zeros(9)), r"bias: got shape \[9\], expected \[8\]"),
+        ((x.long(), w, None), "x: got dtype torch.int64, accepts"),
+        ((torch.tensor(1.0), w, None), r"x: got shape \[\]"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            check_linear_arguments(*arguments)
+
+
+def test_difference_reads_well():
+    assert "first difference at [3, 5]: canonical 0x3f80, got 0x3f81" in str(Difference(17, 2, (3, 5), "3f80", "3f81"))
