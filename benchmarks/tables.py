@@ -1,0 +1,145 @@
+"""Rewrite the tables of README.md and docs/results.md from the JSON files under ``benchmarks/results``.
+
+``python benchmarks/tables.py`` writes; ``--check`` exits with 1 when a table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """One result file, or None when it was never made."""
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def environment(document: dict[str, Any]) -> str:
+    """One line: device, driver and versions."""
+    facts = document.get("environment") or {}
+    device = facts.get("gpu") or facts.get("cpu") or document.get("device") or "?"
+    parts = [str(device)]
+    for key, label in (
+        ("cores", "cores"),
+        ("driver", "driver"),
+        ("torch", "torch"),
+        ("package:torch", "torch"),
+        ("triton", "triton"),
+        ("package:triton", "triton"),
+        ("vllm", "vLLM"),
+        ("package:vllm", "vLLM"),
+        ("flashinfer", "FlashInfer"),
+    ):
+        value = facts.get(key, document.get(key))
+        if value and not any(p.startswith(f"{label} ") for p in parts):
+            parts.append(f"{label} {value}")
+    if facts.get("date"):
+        parts.append(str(facts["date"])[:10])
+    return ", ".join(parts)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def speed_table(document: dict[str, Any]) -> list[str]:
+    """``cases`` with stock, deterministic and ratio (above 1: faster than stock)."""
+    lines = ["| model | case | unit | stock | deterministic | ratio | runs |", "|---|---|---|---|---|---|---|"]
+    for case in document["cases"]:
+        if case.get("stock") and case.get("deterministic"):
+            name = f"{case['case']}" + (f" ({case['backend']})" if case.get("backend") else "")
+            lines.append(
+                f"| {case['model']} | {name} | {case['unit']} | {case['stock']:.4g} | {case['deterministic']:.4g} "
+                f"| {case['ratio']:.3f} | {case.get('runs', '')} |"
+            )
+    return lines
+
+
+def invariance_table(document: dict[str, Any]) -> list[str]:
+    """``checks`` summed by name and backend."""
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for check in document["checks"]:
+        entry = sums[(check["name"], check.get("backend") or "")]
+        entry[0] += check["comparisons"]
+        entry[1] += check["mismatches"]
+        entry[2] += check.get("negative_control_mismatches") or 0
+    lines = ["| check | backend | comparisons | mismatches | negative control's mismatches |", "|---|---|---|---|---|"]
+    return lines + [f"| {n} | {b} | {c:,} | {m} | {k:,} |" for (n, b), (c, m, k) in sums.items()]
+
+
+def section(title: str, name: str, body: list[str], document: dict[str, Any]) -> list[str]:
+    """A titled table with its environment and its file."""
+    return [f"**{title}** ([`{name}`](benchmarks/results/{name}): {environment(document)})", "", *body, ""]
+
+
+def sampler_table(document: dict[str, Any]) -> list[str]:
+    """Sampling steps: time over stock's time (below 1: faster than stock)."""
+    lines = ["| case | rows | vocabulary | stock µs | deterministic µs | time ratio |", "|---|---|---|---|---|---|"]
+    for r in document["results"]:
+        lines.append(
+            f"| {r['case']}, {r['logits']} | {r['rows']} | {r['vocab']:,} | {r['stock']['median_us']:.1f} "
+            f"| {r['det']['median_us']:.1f} | {r['ratio']:.2f} |"
+        )
+    return lines
+
+
+def render() -> str:
+    """The whole generated section."""
+    out: list[str] = []
+    if document := load("cpu/speed.json"):
+        out += section("Speed on a CPU", "cpu/speed.json", speed_table(document), document)
+    for name, title in (
+        ("h200/engine_invariance.json", "Whole engine on a GPU: requests compared with the same request run alone"),
+        ("h200/attention_invariance.json", "Attention operators on a GPU"),
+        ("h200/ops_invariance.json", "Linear, norm and softmax operators on a GPU"),
+    ):
+        if document := load(name):
+            out += section(title, name, invariance_table(document), document)
+    for name, title in (
+        ("h200/speed.json", "Whole engine speed on a GPU"),
+        ("h200/attention_speed.json", "Attention speed on a GPU"),
+        ("h200/ops_speed.json", "Linear speed on a GPU"),
+    ):
+        if (document := load(name)) and document.get("cases"):
+            ratios = [c["ratio"] for c in document["cases"] if c.get("ratio")]
+            body = speed_table(document) if len(ratios) <= 24 and "model" in document["cases"][0] else []
+            summary = f"{len(ratios)} cases, geometric mean of stock time over ours: {geometric_mean(ratios):.3f}, "
+            summary += f"lowest {min(ratios):.3f}" if ratios else ""
+            out += section(title, name, [summary, "", *body] if ratios else body, document)
+    if document := load("h200/sampler_speed.json"):
+        out += section("One sampling step on a GPU", "h200/sampler_speed.json", sampler_table(document), document)
+    return "\n".join(out).strip()
+
+
+def main() -> int:
+    """Write README.md's section, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = f"{before}{BEGIN}\n{render()}\n{END}{after}"
+    if options.check:
+        if wanted != text:
+            print("README.md: tables are out of date; run python benchmarks/tables.py", file=sys.stderr)
+            return 1
+        return 0
+    path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
