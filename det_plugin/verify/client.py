@@ -70,6 +70,9 @@ class CompletionClient:
         api_key: bearer token.
         transport: replaces the network, for tests.
 
+    Raises:
+        ServerFailureError: ``base_url`` is no URL.
+
     Attributes:
         info: facts the server told, after :meth:`connect`.
         output_tokens: tokens generated for this client so far.
@@ -95,8 +98,12 @@ class CompletionClient:
         self._can_decode = True
         self._nonce = secrets.token_hex(8)
         self._salts = 0
+        try:
+            url = httpx.URL(self.base_url)
+        except httpx.InvalidURL as error:
+            raise ServerFailureError(f"--base-url: got {base_url!r}, accepts http://host:port ({error})") from None
         self._http = httpx.AsyncClient(
-            base_url=self.base_url,
+            base_url=url,
             timeout=httpx.Timeout(timeout, connect=min(timeout, 15.0)),
             # vLLM closes idle connections after 5 s: never reuse one that is about to be closed
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0),

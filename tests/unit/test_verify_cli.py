@@ -62,6 +62,14 @@ def test_closed_port_is_exit_2_and_one_line():
     assert "cannot reach a server at http://127.0.0.1" in result.output
 
 
+@pytest.mark.parametrize("url", ["http://host:port", "ftp://127.0.0.1", "http://", "no such host"])
+def test_a_url_that_is_none_is_exit_2_and_one_line(url):
+    result = invoke("verify", "--base-url", url, *SMALL)
+    assert result.exit_code == 2, result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert result.output.startswith("not tested: ")
+
+
 @pytest.mark.parametrize("die_after", [2, 5])
 def test_server_that_dies_in_mid_run_is_exit_2(die_after):
     with SocketServer(FakeVllm(), die_after=die_after) as server:
