@@ -175,6 +175,9 @@ def run_single(args) -> dict:
     if cuda:
         keywords["attention_backend"] = backend
         keywords["gpu_memory_utilization"] = float(options.get("mem", 0.5))
+        keywords["enable_flashinfer_autotune"] = False
+        if mode != "eager":
+            keywords["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
     if "blocks" in options:
         keywords["num_gpu_blocks_override"] = int(options["blocks"])
     if "async" in options:
@@ -324,6 +327,8 @@ def preemptions(llm) -> int:
 
 
 ENGINES = {
+    "graphs": ["det,{b},compile,512"],
+    "stock": ["stock,{b},eager,8192"],
     "cpu": ["det,CPU_ATTN,eager,2048", "det,CPU_ATTN,eager,64,blocks=40", "stock,CPU_ATTN,eager,2048"],
     "quick": ["det,{b},eager,8192", "det,{b},compile,512", "stock,{b},eager,8192"],
     "full": [
@@ -337,9 +342,9 @@ ENGINES = {
 
 def environment() -> dict:
     """Versions and devices, for the report."""
-    from det_plugin.evidence.fingerprint import fingerprint
-
     import torch
+
+    from det_plugin.evidence.fingerprint import fingerprint
 
     facts = fingerprint("cuda" if torch.cuda.is_available() else "cpu")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
@@ -361,6 +366,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--keep-reference", action="store_true", help="compare with an earlier run's answers")
     parser.add_argument("--rng-seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=560, help="seconds for the whole plan")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("/tmp/engine_check/results"))
@@ -374,7 +380,8 @@ def main() -> int:
     rows, failed, wrong = [], [], 0
     for backend in args.backends.split(","):
         reference = args.work / f"reference-{args.model_name}-{backend}.json"
-        reference.unlink(missing_ok=True)
+        if not args.keep_reference:
+            reference.unlink(missing_ok=True)
         for plan in ENGINES[args.plan]:
             single = plan.format(b=backend)
             left = args.limit - (time.time() - start)
