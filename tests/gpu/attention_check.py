@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-from det_plugin.attention import fa3, reference, triton_paged, triton_schedules
-from det_plugin.errors import UnsupportedError
+from det_plugin.attention import fa3, flashinfer, reference, triton_paged
 
 DEV = "cuda"
 HEADS = [(32, 8, 128), (9, 3, 64), (16, 8, 128), (8, 4, 256), (28, 4, 128), (8, 1, 128), (12, 12, 64), (16, 4, 96)]
@@ -116,6 +115,54 @@ class Fa3:
                        scale=self.d**-0.5, **self.kw)
 
 
+class StockTriton:
+    """The host's own Triton kernel, as its backend calls it."""
+
+    name = "stock_triton"
+
+    def __init__(self, heads, page, dtype=torch.bfloat16):
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+        self.kernel = unified_attention
+        self.h, self.hk, self.d = heads
+        self.threshold = 128 // self.hk
+        empty = lambda *shape: torch.empty(self.threshold, self.h, 16, *shape, dtype=torch.float32, device=DEV)
+        self.partials = empty(self.d), empty(), empty()
+
+    def prepare(self, batch):
+        return None
+
+    def __call__(self, batch, pool, out, plan=None):
+        acc, most, total = self.partials
+        self.kernel(
+            q=batch.q, k=pool.k, v=pool.v, out=out, cu_seqlens_q=batch.start_dev, max_seqlen_q=batch.max_query,
+            seqused_k=batch.lengths_dev, max_seqlen_k=int(batch.lengths.max()), softmax_scale=self.d**-0.5,
+            causal=True, window_size=(-1, -1), block_table=batch.table, softcap=0.0, q_descale=None, k_descale=None,
+            v_descale=None, seq_threshold_3D=self.threshold, num_par_softmax_segments=16, softmax_segm_output=acc,
+            softmax_segm_max=most, softmax_segm_expsum=total)
+        return out
+
+
+class FlashInfer:
+    name = "flashinfer"
+
+    def __init__(self, heads, page, dtype=torch.bfloat16, workspace=394 << 20):
+        self.h, self.hk, self.d = heads
+        self.layout = flashinfer.Layout(*heads, page, dtype)
+        flashinfer.kernel(dtype, self.d, False)
+        self.workspace = torch.zeros(workspace, dtype=torch.uint8, device=DEV)
+
+    def prepare(self, batch):
+        width = batch.table.shape[1]
+        if batch.max_query == 1:
+            return flashinfer.plan_decode(self.layout, batch.start_dev, batch.lengths_dev, int(batch.lengths.max()), width)
+        return flashinfer.plan_rows(self.layout, batch.start, batch.lengths, width, DEV, self.workspace.numel())
+
+    def __call__(self, batch, pool, out, plan=None):
+        return flashinfer.run(batch.q, pool.k, pool.v, out, batch.table, plan or self.prepare(batch), self.workspace,
+                              scale=self.d**-0.5)
+
+
 class StockFa3:
     """FA3 as the host calls it; ``splits=1`` is its own batch-invariant mode."""
 
@@ -143,11 +190,8 @@ class StockFa3:
 
 
 def make(name, heads, page, **kw):
-    if name == "flashinfer":
-        from flashinfer_check import FlashInfer
-
-        return FlashInfer(heads, page, **kw)
-    return {"triton": Triton, "fa3": Fa3, "stock": StockFa3}[name](heads, page, **kw)
+    return {"triton": Triton, "fa3": Fa3, "flashinfer": FlashInfer,
+            "stock_triton": StockTriton}[name](heads, page, **kw)
 
 
 def differs(a, b):
@@ -244,7 +288,13 @@ def graph_check(name, heads, page, seed=2):
 
         launch = lambda: fa3.run(q, pool.k, pool.v, out, table, state["plan"], MAX_CONTEXT, scale=d**-0.5)
     else:
-        return runner.graph_check(pool, rng)
+        buffers = (torch.zeros(1 << 20, dtype=torch.uint8, device=DEV), torch.zeros(reqs, dtype=torch.int32, device=DEV))
+        state = {}
+
+        def refresh():
+            state["plan"] = flashinfer.plan_decode(runner.layout, start, lens, MAX_CONTEXT, width, buffers)
+
+        launch = lambda: flashinfer.run(q, pool.k, pool.v, out, table, state["plan"], runner.workspace, scale=d**-0.5)
     refresh()
     launch()
     torch.cuda.synchronize()
@@ -291,13 +341,21 @@ def accuracy(runner, heads, page, length=2500):
     return ((out - ref).norm() / ref.norm()).item()
 
 
-def bits(backends, checks, budget):
+def bits(backends, checks, flashinfer_dims, save):
     lengths = [*range(1, 301), 512, 1000, 4096]
-    begun, per = time.time(), budget / (len(HEADS) * (len(backends) + 1))
+    begun = time.time()
+    control = 0
+    for heads in HEADS[1:2]:
+        fa3.load()
+        count, bad = neighbours_check(StockFa3(heads, 16), heads, 16, [1, 2, 8, 31, 32, 33, 100, 300, 1000])
+        control += bad
+        print("negative control: FA3 with num_splits=1,", heads, bad, "of", count, flush=True)
     for heads in HEADS:
         label = "{} query heads, {} kv heads, {}".format(*heads)
         for name in backends:
             t0 = time.time()
+            if name == "flashinfer" and heads[2] not in flashinfer_dims:
+                continue
             runner = make(name, heads, 16)
             dense = lengths if heads in HEADS[:4] else [*range(1, 301, 7), 512, 1000, 4096]
             count, bad = neighbours_check(runner, heads, 16, dense)
@@ -308,18 +366,14 @@ def bits(backends, checks, budget):
                 checks.append(dict(name=f"decode = prefill = chunks, page {page}", model=label, backend=name,
                                    comparisons=count, mismatches=bad))
             count, bad = graph_check(name, heads, 16)
-            checks.append(dict(name="CUDA graph = eager", model=label, backend=name, comparisons=count, mismatches=bad))
-            checks[-1]["relative_error"] = accuracy(runner, heads, 16)
+            checks.append(dict(name="CUDA graph = eager", model=label, backend=name, comparisons=count,
+                               mismatches=bad, relative_error=accuracy(runner, heads, 16)))
+            for c in checks:
+                c["negative_control_mismatches"] = control
+            save()
             print(f"{label:40s} {name:10s}", [c["mismatches"] for c in checks if c["model"] == label and c["backend"] == name],
                   f"err {checks[-1]['relative_error']:.2e} {time.time() - t0:.1f} s", flush=True)
-    control = 0
-    for heads in HEADS[1:2]:
-        count, bad = neighbours_check(StockFa3(heads, 16), heads, 16, [1, 2, 8, 31, 32, 33, 100, 300, 1000])
-        control += bad
-        print("negative control", heads, bad, "of", count, flush=True)
-    for c in checks:
-        c["negative_control_mismatches"] = control
-    print(f"bits: {time.time() - begun:.0f} s (budget {per:.0f} s a case)", flush=True)
+    print(f"bits: {time.time() - begun:.0f} s", flush=True)
     return control > 0 and not any(c["mismatches"] for c in checks)
 
 
@@ -347,27 +401,33 @@ CASES = [("decode", 1, 640), ("decode", 8, 640), ("decode", 64, 640), ("decode",
          ("decode", 16, 4000), ("decode", 1, 30000), ("decode", 4, 30000), ("prefill", 8, 4096), ("prefill", 1, 8192)]
 
 
-def speed(backends, results, heads=(32, 8, 128), page=16):
+def speed(backends, results, save, heads=(32, 8, 128), page=16):
     """Microseconds a layer under a CUDA graph, layers' caches rotated, against stock FA3; interleaved."""
     h, hk, d = heads
-    pool = Pool(hk, d, page, 1_000_000)
+    pages = {name: 64 if name == "triton" else page for name in ["stock", *backends]}  # each one's default
+    pools = {p: Pool(hk, d, p, 1_000_000) for p in set(pages.values())}
     for kind, count, context in CASES:
         rows = 1 if kind == "decode" else context
         layers = max(2, min(24, int(2e8 / (count * context * 4096)))) if rows == 1 else 2
-        functions, batches = {}, []
-        for _ in range(layers):
-            pool.next = int(np.random.default_rng(len(batches)).integers(0, pool.pages - count * (-(-context // page))))
-            q = torch.randn(rows, h, d, device=DEV, dtype=torch.bfloat16)
-            batches.append(Batch([Request(q, pool.take(context), context) for _ in range(count)], page))
-        out = torch.empty_like(batches[0].q)
-        for name in ["stock", *backends]:
+        functions, batches = {}, {p: [] for p in pools}
+        q = torch.randn(rows, h, d, device=DEV, dtype=torch.bfloat16)
+        for p, pool in pools.items():
+            for i in range(layers):
+                free = pool.pages - count * (-(-context // p))
+                pool.next = int(np.random.default_rng(i).integers(0, free))
+                batches[p].append(Batch([Request(q, pool.take(context), context) for _ in range(count)], p))
+        out = torch.empty_like(batches[page][0].q)
+        for name, p in pages.items():
             splits = 32 if rows == 1 else 0
-            runner = StockFa3(heads, page, splits=splits) if name == "stock" else make(name, heads, page)
-            plans = [runner.prepare(b) for b in batches[:1]] * layers
+            runner = StockFa3(heads, p, splits=splits) if name == "stock" else make(name, heads, p)
+            first = batches[p][0]
+            plan = runner.prepare(first)
             if name == "fa3" and rows == 1:
-                b = batches[0]
-                plans = [fa3.plan_decode(runner.layout, b.start_dev, b.lengths_dev, MAX_CONTEXT)] * layers
-            functions[name] = lambda r=runner, p=plans: [r(b, pool, out, x) for b, x in zip(batches, p, strict=True)]
+                plan = fa3.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT)
+            elif name == "flashinfer" and rows == 1:
+                width = first.table.shape[1]
+                plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
+            functions[name] = lambda r=runner, x=plan, p=p: [r(b, pools[p], out, x) for b in batches[p]]
         try:
             got = timed(functions, 15 if rows == 1 else 7)
         except Exception as error:
@@ -380,7 +440,8 @@ def speed(backends, results, heads=(32, 8, 128), page=16):
             if name != "stock":
                 case[f"{name}_ratio"] = round(got["stock"][0] / t, 3)
         results.append(case)
-        print(case, flush=True)
+        save()
+        print({k: v for k, v in case.items() if "spread" not in k and k not in ("unit", "heads")}, flush=True)
 
 
 def environment():
@@ -424,7 +485,8 @@ def main() -> int:
     ap.add_argument("--out", type=pathlib.Path, required=True)
     ap.add_argument("--backends", default="triton,fa3")
     ap.add_argument("--only", default="bits,speed")
-    ap.add_argument("--budget", type=float, default=150)
+    ap.add_argument("--compare", default="", help="stock_triton: the host's Triton kernel as well (needs vLLM)")
+    ap.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes to run on FlashInfer")
     args = ap.parse_args()
     backends = args.backends.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -435,20 +497,18 @@ def main() -> int:
         for helper in helpers:
             helper.wait()
         print(f"compiled in {time.time() - begun:.0f} s", flush=True)
-    if "speed" in args.only:
-        results: list[dict] = []
-        try:
-            speed(backends, results)
-        except UnsupportedError as error:
-            print(error)
-        (args.out / "attention_speed.json").write_text(json.dumps(dict(environment=env, cases=results), indent=1) + "\n")
+    write = lambda name, **what: (args.out / name).write_text(json.dumps(dict(environment=env, **what), indent=1) + "\n")
     if "bits" in args.only:
         checks: list[dict] = []
-        good = bits(backends, checks, args.budget)
-        (args.out / "attention_invariance.json").write_text(json.dumps(dict(environment=env, checks=checks), indent=1) + "\n")
+        dims = [int(d) for d in args.flashinfer_dims.split(",")]
+        good = bits(backends, checks, dims, lambda: write("attention_invariance.json", checks=checks))
         worst = max(c["mismatches"] for c in checks)
-        print(f"{sum(c['comparisons'] for c in checks)} comparisons, {worst} mismatches in the worst check,",
-              f"negative control {checks[0]['negative_control_mismatches']} mismatches:", "SAME" if good else "DIFFERENT")
+        print(f"{sum(c['comparisons'] for c in checks)} comparisons, {worst} mismatches in the worst check, control",
+              checks[0]["negative_control_mismatches"], "SAME" if good else "DIFFERENT", flush=True)
+    if "speed" in args.only:
+        cases: list[dict] = []
+        speed(backends + args.compare.split(",") if args.compare else backends, cases,
+              lambda: write("attention_speed.json", cases=cases))
     return 0 if good else 1
 
 
