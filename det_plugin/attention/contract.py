@@ -38,6 +38,7 @@ SEGMENT_KEYS = 512
 """Keys per segment of the canonical order."""
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 PAGE_MULTIPLE = 16
 PAGE_MAX = 1024
@@ -108,9 +109,10 @@ def check_config(
                "serve a decoder-only model")
     if alibi:
         refuse("ALiBi", "no order is defined for its bias", "serve a model without ALiBi")
-    if head_dim not in HEAD_DIMS:
-        refuse(f"head size {head_dim}", f"proven for {', '.join(map(str, HEAD_DIMS))}",
-               "serve a model with one of these")
+    dims = FLASHINFER_HEAD_DIMS if backend == "flashinfer" else HEAD_DIMS
+    if head_dim not in dims:
+        refuse(f"head size {head_dim}", f"proven for {', '.join(map(str, dims))}",
+               "choose --attention-backend TRITON_ATTN" if head_dim in HEAD_DIMS else "serve a model with one of these")
     if dtype not in DTYPES:
         refuse(f"dtype {dtype}", "its products would not run on matrix units with an fp32 accumulator",
                "pass --dtype bfloat16 or --dtype float16")

@@ -76,6 +76,14 @@ def check_layer(
     )
 
 
+def refuse_speculation(backend: str, vllm_config) -> None:
+    """Refuse speculative decoding where a plan needs the exact lengths of several rows on the host."""
+    if vllm_config is not None and vllm_config.speculative_config is not None:
+        raise UnsupportedError(f"speculative decoding with the {backend} attention backend",
+                               "its plan needs lengths that the host does not know in time",
+                               "choose --attention-backend TRITON_ATTN")
+
+
 @dataclass
 class BatchMetadata:
     """One batch as the kernels see it; the tensors are the host's persistent buffers.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
@@ -24,6 +25,7 @@ from det_plugin.host.vllm.attention_cuda.common import (
     batch_metadata,
     cache_views,
     check_layer,
+    refuse_speculation,
 )
 from det_plugin.host.vllm.attention_cuda.triton import shared_workspace
 
@@ -98,6 +100,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
     ):
         check_layer("fa3", num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
                     kv_cache_dtype, logits_soft_cap, attn_type, sinks)
+        refuse_speculation("fa3", get_current_vllm_config_or_none())
         fa3.load()
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
