@@ -2,8 +2,7 @@
 
 Contract.  Rows are walked one by one by code that sees that row alone, so neither the number of rows nor the
 number of threads can matter.  Sums are exact integers; floats follow the specified fp32 arithmetic (numba
-without fast-math contracts and reorders nothing).  Logprobs: ``fp32(logit - lse)`` with
-``lse = max + ln(sum)`` in float64, the sum in fixed point with 40 fraction bits.
+without fast-math contracts and reorders nothing).
 
 Needs numba, which the CPU host requires anyway.  Kernels are compiled once and cached on disk; :func:`warm_up`
 does it at start-up instead of at the first request.
@@ -226,16 +225,14 @@ def _threshold(row, top, scale, top_k, top_p, log_min_p, keys, weights, hist):
 
 @_jit
 def _sample_row(
-    row, scale, top_k, top_p, log_min_p, seed, position, stream, keys, weights, hist, words, uniforms, bounds, cell,
+    row, top, scale, top_k, top_p, log_min_p, seed, position, stream, keys, weights, hist, words, uniforms,
+    bounds, cell,
 ):  # fmt: skip
-    top = row[0]
-    first = 0
-    for i in range(len(row)):
-        if row[i] > top:
-            top = row[i]
-            first = i
     if not (top > _NINF and top < _F(np.inf)):
-        return first
+        for i in range(len(row)):
+            if row[i] == top:
+                return i
+        return 0
     filtered = 0 < top_k < len(row) or top_p < _ONE or log_min_p > _NINF
     t, quota = np.int64(1), np.int64(len(row))
     if filtered:
@@ -243,7 +240,7 @@ def _sample_row(
     base = top * scale
     slack = _F(1e-3) + _F(1e-6) * (abs(base) + _F(64))
     best = _NINF
-    chosen = first
+    chosen = 0
     ties = np.int64(0)
     uniform_bits = uniforms.view(np.int32)
     for start in range(0, len(row), _BLOCK):
@@ -285,7 +282,7 @@ def _sample_row(
 
 
 @_jit
-def _sample_rows(logits, greedy, scale, top_k, top_p, log_min_p, seeds, positions, stream, out):
+def _sample_rows(logits, tops, greedy, scale, top_k, top_p, log_min_p, seeds, positions, stream, out):
     vocab = logits.shape[1]
     keys = np.empty(vocab, np.uint32)
     weights = np.empty(vocab, np.int64)
@@ -297,7 +294,7 @@ def _sample_rows(logits, greedy, scale, top_k, top_p, log_min_p, seeds, position
     for r in range(logits.shape[0]):
         if not greedy[r]:
             out[r] = _sample_row(
-                logits[r], scale[r], top_k[r], top_p[r], log_min_p[r], _U(seeds[r]), _U(positions[r]),
+                logits[r], tops[r], scale[r], top_k[r], top_p[r], log_min_p[r], _U(seeds[r]), _U(positions[r]),
                 _U(stream), keys, weights, hist, words, uniforms, bounds, cell,
             )  # fmt: skip
 
@@ -330,18 +327,6 @@ def _filter_rows(logits, greedy, scale, top_k, top_p, log_min_p):
         else:
             for i in range(vocab):
                 row[i] = row[i] * scale[r]
-
-
-@_jit
-def _argmax_rows(logits, out):
-    for r in range(logits.shape[0]):
-        row = logits[r]
-        best, chosen = row[0], 0
-        for i in range(1, len(row)):
-            if row[i] > best:
-                best = row[i]
-                chosen = i
-        out[r] = chosen
 
 
 class BatchParams:
@@ -382,9 +367,7 @@ def check_logits(logits: np.ndarray) -> None:
 def greedy(logits: np.ndarray) -> np.ndarray:
     """int64 [R]: argmax of each row of float32 logits [R, V], smallest id among equals."""
     check_logits(logits)
-    out = np.zeros(len(logits), np.int64)
-    _argmax_rows(logits, out)
-    return out
+    return np.argmax(logits, axis=1)
 
 
 def sample(logits: np.ndarray, params: BatchParams, stream: int = TARGET) -> np.ndarray:
@@ -399,8 +382,10 @@ def sample(logits: np.ndarray, params: BatchParams, stream: int = TARGET) -> np.
         int64 [R].  Equal, bit for bit, to :func:`det_plugin.sampling.reference.sample_reference` on each row.
     """
     check_logits(logits)
+    if params.greedy.all():
+        return greedy(logits)
     out = np.zeros(len(logits), np.int64)
-    _sample_rows(logits, *params.filters(), params.seeds, params.positions, stream, out)
+    _sample_rows(logits, logits.max(axis=1), *params.filters(), params.seeds, params.positions, stream, out)
     if params.greedy.any():
         rows = np.flatnonzero(params.greedy)
         out[rows] = greedy(np.ascontiguousarray(logits[rows]))

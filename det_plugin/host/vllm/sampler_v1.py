@@ -153,7 +153,7 @@ def make_sampler_class() -> type:
             cpu.apply_filters(data, params)
             return sampled, data
 
-        def _scores(self, scores: np.ndarray, sampled: np.ndarray, metadata, as_logits: bool) -> Any:
+        def _scores(self, scores: Any, sampled: np.ndarray, metadata, as_logits: bool) -> Any:
             """Columns: the sampled token, then each row's top-k, or the ids that the row asked for."""
             lse = np.zeros(len(scores)) if as_logits else cpu_logprobs.logsumexp(scores)
             wanted = metadata.logprob_token_ids or {}
