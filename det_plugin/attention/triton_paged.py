@@ -358,10 +358,12 @@ def paged_attention(
             split = schedule.split(tiles * kv_heads, workspace.max_segments)
             if tiles * kv_heads > workspace.tickets.shape[0]:
                 split = 1
-        scratch = (workspace.acc, workspace.ml, workspace.tickets) if split > 1 else (out, out, seq_lens)
+        scratch, segments = (out, out, seq_lens), 1
+        if workspace is not None and split > 1:
+            scratch, segments = (workspace.acc, workspace.ml, workspace.tickets), workspace.max_segments
         _paged_attention_kernel[(tiles * kv_heads, split)](
             out, q, k_cache, v_cache, block_table, query_start_loc, seq_lens, q if sinks is None else sinks,
-            *scratch, reqs, tiles, workspace.max_segments if split > 1 else 1,
+            *scratch, reqs, tiles, segments,
             c, 2.0 * LOG2E * scale / softcap if softcap else 0.0, softcap, 1.0 if softcap else 1.0 / scale,
             plan.few.block_m if group <= plan.few.block_m else 0,
             out.stride(0), out.stride(1), q.stride(0), q.stride(1),
