@@ -57,22 +57,22 @@ def require_kernel_device(x: torch.Tensor) -> None:
 
 
 def tree_sum_reference(v: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension (a power of two) by halves: lane i is added to lane i + n/2, and again."""
+    """Sum over the last dimension (a power of two) by pairs: lane 2i is added to lane 2i + 1, and again."""
     while v.shape[-1] > 1:
-        half = v.shape[-1] // 2
-        v = v[..., :half] + v[..., half:]
+        v = v[..., ::2] + v[..., 1::2]
     return v[..., 0]
 
 
 @triton.jit
 def tree_sum(v, LOG2_SIZE: tl.constexpr):
-    """Row sums of ``v`` [rows, 2**LOG2_SIZE] by halves.
+    """Row sums of ``v`` [rows, 2**LOG2_SIZE] by pairs.
 
     Every step adds exactly two numbers, so the result depends neither on the layout the compiler picks nor
-    on the number of warps.  Compile the caller with ``enable_fp_fusion=False``, or a product before the first
+    on the number of warps.  Neighbours come first because a thread holds neighbours: the first steps need no
+    exchange.  Compile the caller with ``enable_fp_fusion=False``, or a product before the first
     addition may be fused into it.
     """
     rows: tl.constexpr = v.shape[0]
     for step in tl.static_range(LOG2_SIZE):
-        v = tl.sum(tl.reshape(v, (rows, 2, 1 << (LOG2_SIZE - 1 - step))), axis=1)
+        v = tl.sum(tl.reshape(v, (rows, 1 << (LOG2_SIZE - 1 - step), 2)), axis=2)
     return tl.reshape(v, (rows,))

@@ -3,7 +3,7 @@
 Contract
     Order: the reduced elements (row-major over the reduced dimensions, N of them) are summed in fp32 over
     ``min(2^ceil(log2 N), 1024)`` lanes: lane i takes the elements i, i + lanes, … one after the other, then
-    the lanes are added by halves.  The tree depends on N alone.  The sum is divided by N in IEEE fp32 and
+    the lanes are added by pairs.  The tree depends on N alone.  The sum is divided by N in IEEE fp32 and
     rounded once, to x's dtype.
     The result may depend on the reduced values, N and the dtype; not on the kept dimensions' sizes or on
     strides.

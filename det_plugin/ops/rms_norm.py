@@ -4,7 +4,7 @@
 
 Contract
     Order: a row's squares are summed in fp32 over ``min(2^ceil(log2 N), 8192)`` lanes: lane i takes the
-    elements i, i + lanes, … one after the other with fused multiply-add, then the lanes are added by halves
+    elements i, i + lanes, … one after the other with fused multiply-add, then the lanes are added by pairs
     (:func:`det_plugin.ops._triton.tree_sum`).  The tree depends on the width N alone.
     Mean, square root and reciprocal are IEEE fp32 operations; the result is rounded once, to x's dtype.
     Fused residual add: r = round(x + residual) in x's dtype, from an fp32 sum; the norm is taken of the

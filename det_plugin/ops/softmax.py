@@ -5,8 +5,8 @@
 
 Contract
     Order: a row is cut into segments of ``min(2^ceil(log2 N), 4096)`` elements from its start.  Each
-    segment's l_s = sum exp(x - m_s) with its own maximum m_s is added by halves; the segments' l_s ·
-    exp(m_s - m) are added by halves over the next power of two of their number.  The tree depends on the
+    segment's l_s = sum exp(x - m_s) with its own maximum m_s is added by pairs; the segments' l_s ·
+    exp(m_s - m) are added by pairs over the next power of two of their number.  The tree depends on the
     width N alone.  Everything is fp32 (inputs are widened exactly); the result is fp32.
     The result may depend on the row's values, N and the dtype; not on the number of rows, their strides or
     alignment, or how many programs share a row.
