@@ -200,7 +200,8 @@ def run_single(args) -> dict:
     )
     result: dict = {"engine": args.single, "start_s": round(time.time() - started, 1)}
     tally = Tally()
-    lengths = tuple(n for n in (1, 5, 17, 64, 129, 300, 513, 900, 1500, 2100) if n + args.tokens <= args.context)
+    every = (1, 17, 129, 513, 900, 2100) if args.light else (1, 5, 17, 64, 129, 300, 513, 900, 1500, 2100)
+    lengths = tuple(n for n in every if n + args.tokens <= args.context)
     base = prompts(vocab, lengths)
     rng = random.Random(args.rng_seed)
     used = [0]
@@ -366,6 +367,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--light", action="store_true", help="six watched requests instead of ten")
     parser.add_argument("--keep-reference", action="store_true", help="compare with an earlier run's answers")
     parser.add_argument("--rng-seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=560, help="seconds for the whole plan")
