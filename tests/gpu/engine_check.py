@@ -394,7 +394,7 @@ def main() -> int:
                 sys.executable, __file__, "--single", single, "--model", str(model), "--model-name", args.model_name,
                 "--reference", str(reference), "--context", str(args.context), "--seqs", str(args.seqs),
                 "--tokens", str(args.tokens), "--rounds", str(args.rounds), "--seconds", str(args.seconds),
-                "--rng-seed", str(args.rng_seed),
+                "--rng-seed", str(args.rng_seed), *(["--light"] if args.light else []),
             ]  # fmt: skip
             log = args.out / (single.replace(",", "_").replace("=", "-") + ".log")
             with log.open("w") as file:
