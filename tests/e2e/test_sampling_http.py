@@ -171,5 +171,3 @@ def test_negative_control_stock_cannot_resume(stock_server):
             max_tokens=24,
         )[0]
         assert part[0] != choice["token_ids"][8:]
-        stock_n = ask(stock, model, n=4, temperature=1, seed=5)
-        assert stock_n[1] == ask(stock, model, temperature=1, seed=6)[0]  # choices overlap with other seeds
