@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ _CONFIG = (
     (7, c_uint16),  # inner shape
 )
 _CONFIG_SPLIT_K, _CONFIG_REDUCTION = 2, 3
+MAX_BIASES = 4096
 ALIGNMENT = 16
 """Bytes to which every operand's first element and row stride must be aligned."""
 
@@ -104,7 +106,8 @@ class CublasLt:
         self.version = int(self.library.cublasLtGetVersion())
         handle = c_void_p()
         _check(self.library.cublasLtCreate(byref(handle)), "cublasLtCreate")
-        self.handle = handle.value
+        assert handle.value is not None
+        self.handle: int = handle.value
         preference = c_void_p()
         _check(self.library.cublasLtMatmulPreferenceCreate(byref(preference)), "cublasLtMatmulPreferenceCreate")
         self.preference = preference
@@ -138,6 +141,7 @@ class LinearProblem:
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._alpha, self._beta = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self._descriptors: dict[int, int] = {}
+        self._scratch = 0
         self._layouts: dict[tuple[int, int, int], int] = {}
         self._matmul = lt.library.cublasLtMatmul
 
@@ -147,6 +151,14 @@ class LinearProblem:
         if found is not None:
             return found
         library = self.lt.library
+        if len(self._descriptors) >= MAX_BIASES:  # a bias made for each call: one descriptor, set each time
+            _check(
+                library.cublasLtMatmulDescSetAttribute(
+                    c_void_p(self._scratch), _DESC_BIAS_POINTER, byref(c_void_p(bias)), c_size_t(8)
+                ),
+                "cublasLtMatmulDescSetAttribute",
+            )
+            return self._scratch
         descriptor = c_void_p()
         _check(
             library.cublasLtMatmulDescCreate(byref(descriptor), self.compute, _R_32F),
@@ -162,13 +174,12 @@ class LinearProblem:
                 ),
                 f"cublasLtMatmulDescSetAttribute({attribute})",
             )
-        if len(self._descriptors) >= 4096:
-            for old in self._descriptors.values():
-                library.cublasLtMatmulDescDestroy(c_void_p(old))
-            self._descriptors.clear()
         assert descriptor.value is not None
-        self._descriptors[bias] = descriptor.value
-        return descriptor.value
+        self._scratch = self._descriptors[bias] = descriptor.value
+        if len(self._descriptors) == MAX_BIASES:
+            del self._descriptors[bias]  # becomes the scratch descriptor
+            self._descriptors[-1] = self._scratch
+        return self._scratch
 
     def _layout(self, rows: int, columns: int, leading: int) -> int:
         key = (rows, columns, leading)
@@ -216,6 +227,16 @@ class LinearProblem:
             name = ".".join(str(self._get(result.algo, attribute, kind)) for attribute, kind in _CONFIG)
             found.append(Algorithm(f"cublaslt-{name}", bytes(result.algo)))
         return found
+
+    def values(self, algorithm: Algorithm, m: int, bias: int) -> list[int] | None:
+        """What a call of ``m`` contiguous rows passes to the library, as numbers: handle, operation, layouts
+        of w, x and y, and the algorithm's eight words.  None when the bias has no descriptor of its own."""
+        operation = self._descriptor(bias)
+        if bias not in self._descriptors:
+            return None
+        layouts = [self._layout(self.k, self.n, self.k), self._layout(self.k, m, self.k)]
+        words = struct.unpack("<8q", algorithm.data)
+        return [self.lt.handle, operation, *layouts, self._layout(self.n, m, self.n), *words]
 
     def _get(self, algo: _Algo, attribute: int, kind: type[ctypes._SimpleCData]) -> int:
         value, written = kind(), c_size_t(0)

@@ -1,7 +1,8 @@
 """The operators as ``torch.ops.det_plugin.*``: opaque to torch.compile, safe under CUDA graph capture.
 
 Each has a CUDA implementation (the kernels), a fake one (shapes), and, except ``linear``, a CPU one (the
-references).  Importing this module registers them, once per process; it imports no host engine.
+references).  ``linear_python`` is what the compiled fast path of ``linear`` calls when it cannot serve a call
+(:mod:`det_plugin.ops.linear_fast`).  Importing this module registers them, once per process; it imports no host engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ NAMESPACE = "det_plugin"
 
 _SCHEMAS = {
     "linear": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "linear_python": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     "rms_norm": "(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
     "fused_add_rms_norm": (
         "(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset=0.0) -> ()"
@@ -153,7 +155,7 @@ def _mean_fake(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> to
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "CUDA": {
-        "linear": _linear_cuda,
+        "linear_python": _linear_cuda,
         "rms_norm": _rms_norm_cuda,
         "fused_add_rms_norm": _fused_add_rms_norm_cuda,
         "softmax": _softmax_cuda,
@@ -171,6 +173,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "Meta": {
         "linear": _linear_fake,
+        "linear_python": _linear_fake,
         "rms_norm": _rms_norm_fake,
         "fused_add_rms_norm": _fused_add_rms_norm_fake,
         "softmax": _softmax_fake,
@@ -196,5 +199,21 @@ def _register() -> torch.library.Library | None:
     return library
 
 
+def _register_linear() -> torch.library.Library:
+    implementation = torch.library.Library(NAMESPACE, "FRAGMENT")
+    implementation.impl("linear", _linear_cuda, "CUDA")
+    return implementation
+
+
 library = _register()
 """Keeps the registrations alive; ``library.impl("linear", function, "CPU")`` adds the CPU linear."""
+
+_linear: torch.library.Library | None = None if library is None else _register_linear()
+
+
+def release_linear() -> None:
+    """Take back the Python implementation of ``linear`` on CUDA, so that a compiled one can be registered."""
+    global _linear
+    if _linear is not None:
+        _linear._destroy()
+        _linear = None

@@ -23,10 +23,11 @@ import torch
 
 from det_plugin.errors import CertificateError
 from det_plugin.evidence.certificates import Certificate, CertificateStore, Schedule, certify, row_ladder
+from det_plugin.ops import linear_fast
 from det_plugin.ops._cublaslt import Algorithm, CublasLt, LinearProblem
 from det_plugin.ops._triton import require_kernel_device
 from det_plugin.ops.linear_plan import (
-    CUBLASLT,
+    DEFAULT_TABLES,
     Plan,
     bind_cublaslt,
     certification_data,
@@ -73,6 +74,8 @@ class LinearDispatcher:
         tables: tuning tables by :func:`table_key`; None reads the committed ones of the GPU model, then those
             measured on this machine.  Problems without a table are measured (mode "auto") or run cuBLASLt.
         progress: called with one line of text per certified schedule.
+        measure: time the candidates of problems without a table, at first use.
+        fast: build and switch on the compiled path (:mod:`det_plugin.ops.linear_fast`) with the first plan.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class LinearDispatcher:
         tables: Mapping[str, Table] | None = None,
         progress: Callable[[str], None] | None = None,
         measure: bool = False,
+        fast: bool = False,
     ) -> None:
         self.store, self.mode, self.progress, self.measure = store, mode, progress, measure
+        self.fast = fast
         self.plans: dict[tuple[int, int, torch.dtype, bool, int], Plan] = {}
         self._given = tables
         self._tables: dict[str, dict[str, Table]] = {}
@@ -125,6 +130,8 @@ class LinearDispatcher:
                     f"linear N={n}, K={k}, {dtype}, bias={has_bias}: first used during CUDA graph capture; "
                     "run it once, or call prepare_linear, before capturing"
                 )
+            if self.fast and self.handle(device) is not None:
+                self.fast = linear_fast.activate()
             with torch.cuda.device(device), torch.no_grad():
                 found = self.plans[key] = self._make(n, k, dtype, has_bias, device)
         return found
@@ -142,9 +149,10 @@ class LinearDispatcher:
             names = {name for _, name in table if not name.startswith("cublaslt")}
             named = named_algorithms(problem, table, block)
         else:
-            names = linear_tuning.candidates(dtype, n, k) if measure else set()
+            table = DEFAULT_TABLES[dtype]
+            names = {name for _, name in table if not name.startswith("cublaslt")}
+            names |= linear_tuning.candidates(dtype, n, k) if measure else set()
             named = linear_tuning.alternatives(problem, block) if measure else []
-            table = CUBLASLT
         certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), named, problem)
         plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
         if measure:
@@ -241,6 +249,8 @@ class LinearDispatcher:
             bias = bias.contiguous()
         stream = torch._C._cuda_getCurrentRawStream(device)
         if m <= plan.max_rows:
+            if m and linear_fast.active():
+                self._keep(plan, m, device, 0 if bias is None else bias.data_ptr())
             if m:
                 (plan.by_rows.get(m) or plan.launcher(m))(rows, weight, bias, y, stream)
         else:
@@ -249,6 +259,16 @@ class LinearDispatcher:
                 launch = plan.launcher(piece.shape[0])
                 launch(piece, weight, bias, y[start : start + plan.max_rows], stream)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+    def _keep(self, plan: Plan, m: int, device: int, bias: int) -> None:
+        """Hand the choice for ``m`` rows to the compiled path, which serves the next such call."""
+        if (m, bias) in plan.kept or plan.problem is None:
+            return
+        plan.kept.add((m, bias))
+        for capturing, algorithm in ((False, plan.eager(m)), (True, plan.chosen(m))):
+            values = None if algorithm is None else plan.problem.values(algorithm, m, bias)
+            if values is not None:
+                linear_fast.keep(plan.n, plan.k, m, plan.dtype, device, capturing, bias, values)
 
 
 def _refuse(*_: Any) -> None:
@@ -283,9 +303,17 @@ def configure(
     mode: Literal["auto", "require"] = "auto",
     progress: Callable[[str], None] | None = None,
     measure: bool = True,
+    fast: bool = True,
 ) -> None:
-    """Give the process's dispatcher a certificate store; forgets plans made before."""
-    dispatcher.__init__(store, mode, None, progress, measure)  # type: ignore[misc]
+    """Give the process's dispatcher a certificate store; forgets plans made before.
+
+    Args:
+        store, mode, progress, measure, fast: see :class:`LinearDispatcher`.
+
+    Touches no GPU: the compiled path is built and loaded when the first plan is made.
+    """
+    dispatcher.__init__(store, mode, None, progress, measure, fast)  # type: ignore[misc]
+    linear_fast.forget()
 
 
 def prepare_linear(

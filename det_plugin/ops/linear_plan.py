@@ -15,7 +15,13 @@ from det_plugin.ops.linear_schedules import CANONICAL, Table, Tile, bind_tile
 
 MAX_ROWS = 8192
 MAX_BLOCK_ELEMENTS = 2**28
-CUBLASLT: Table = ((None, "cublaslt"),)
+DEFAULT_TABLES: dict[torch.dtype, Table] = {
+    torch.bfloat16: ((None, "cublaslt"),),
+    torch.float16: ((None, "cublaslt"),),
+    torch.float32: ((16, "pointer-16x32x64-w4-s3"), (None, "cublaslt")),  # cuBLASLt has another order there
+}
+"""For problems that were not measured."""
+
 OFFERED = 8
 """How many of the heuristic's suggestions are looked at for an algorithm that a table names."""
 
@@ -74,6 +80,7 @@ class Plan:
         self.max_rows = certified_rows(n, k)
         self.accepted = frozenset(certificate.accepted)
         self.by_rows: dict[int, Launch] = {}
+        self.kept: set[tuple[int, int]] = set()
         self._ranges = [parse_range(name) for name in certificate.accepted if name.startswith("cublaslt")]
         self._vendor: dict[int, Algorithm | None] = {}
         self._named = {a.name: a for a, _, _ in named_algorithms(problem, table, self.max_rows)}
@@ -101,6 +108,17 @@ class Plan:
             first = next(iter(self.problem.algorithms(asked, 1)), None)
             self._vendor[asked] = first if first is not None and self.certified(first.name, m) else None
         return self._vendor[asked]
+
+    def chosen(self, m: int) -> Algorithm | None:
+        """The cuBLASLt algorithm that :meth:`schedule` names for ``m`` rows, or None when it names a tile."""
+        name = self.schedule(m)
+        if not name.startswith("cublaslt"):
+            return None
+        return self._named[name] if name in self._named else self.vendor(m)
+
+    def eager(self, m: int) -> Algorithm | None:
+        """The algorithm that costs least processor time outside CUDA graphs; None when there is none."""
+        return self.chosen(m) or self.vendor(m)
 
     def launcher(self, m: int) -> Launch:
         """What :func:`linear` calls for ``m`` <= :attr:`max_rows` rows."""

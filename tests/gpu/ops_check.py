@@ -8,6 +8,7 @@ differs, a negative control does not, or an accuracy bound is broken.
 """
 
 import argparse
+import importlib
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from torch.nn.functional import rms_norm as stock_rms_norm
 
 import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
 from det_plugin.evidence.fingerprint import fingerprint, package_version
-from det_plugin.ops import linear_cuda, rms_norm, softmax
+from det_plugin.ops import linear_cuda, linear_fast
 from det_plugin.ops.bmm import bmm
 from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear
 from det_plugin.ops.linear_plan import certification_data
@@ -47,6 +48,10 @@ SPEED_ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
 SPEED_MODELS = ("Qwen3-8B", "Qwen3-1.7B", "Llama-3.1-8B")
 DEVICE = torch.device("cuda")
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+rms_norm = importlib.import_module("det_plugin.ops.rms_norm")
+softmax = importlib.import_module("det_plugin.ops.softmax")
+means = importlib.import_module("det_plugin.ops.mean")
 
 checks: list[dict] = []
 speed: list[dict] = []
@@ -95,6 +100,7 @@ def row_counts(table_bounds: list[int], seed: int, count: int = 60, top: int = 8
 
 def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype, counts: int) -> None:
     """Rows bitwise equal over row counts and positions, repeats, accuracy, stock as negative control."""
+    operator = torch.ops.det_plugin.linear
     for model, shapes in models.items():
         compared = mismatched = control = rows_run = schedules = 0
         certify_seconds = 0.0
@@ -114,8 +120,11 @@ def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype,
             bounds = [bound for bound, _ in plan.table if bound is not None]
             for m in row_counts(bounds, n, counts, top):
                 start = rng.randrange(top - m + 1)
-                mismatched += differing_rows(dispatcher(x[start : start + m], w, b), expected[start : start + m])
-                compared += m
+                want = expected[start : start + m]
+                mismatched += differing_rows(dispatcher(x[start : start + m], w, b), want)
+                for _ in range(2):  # the second call takes the compiled path
+                    mismatched += differing_rows(operator(x[start : start + m], w, b), want)
+                compared += 3 * m
                 rows_run += 1
             for m in (1, 2, 3, 8, 16, 33, 64, 100, 256):
                 control += differing_rows(stock_linear(x[:m], w, b), stock_all[:m])
@@ -134,7 +143,8 @@ def check_linear(dispatcher: LinearDispatcher, models: dict, dtype: torch.dtype,
             error_ratio_to_cublas=round(worst_ratio, 4), struck_out=struck,
             certified_schedules=schedules, certify_seconds=round(certify_seconds, 2),
         )  # fmt: skip
-        if worst_ratio > 1.01:
+        # fp32: one sequential sum against cuBLAS's several; 16-bit results are dominated by their one rounding
+        if worst_ratio > (2.0 if dtype == torch.float32 else 1.01):
             failures.append(f"linear {model} {kind}: error {worst_ratio:.3f} of cuBLAS's")
 
 
@@ -326,7 +336,10 @@ def check_bmm_and_mean() -> None:
     y32 = torch.randn(700, 1300, device=DEVICE)
     mismatched += differing_rows(mean(y32, -1), mean_reference(y32, [-1], False))
     compared += 700
-    control = differing_rows(mean(y32.flip(-1), -1), mean(y32, -1))  # another order
+    kept, means.MAX_LANES = means.MAX_LANES, 64  # control: a tree of 64 lanes
+    wrong = mean(y32, -1)
+    means.MAX_LANES = kept
+    control = differing_rows(wrong[:, None], mean(y32, -1)[:, None])
     record("mean", "", compared, mismatched, control)
 
 
@@ -458,6 +471,12 @@ def main() -> int:
     torch.manual_seed(0)
     begin = time.monotonic()
     dispatcher = linear_cuda.dispatcher
+    started = time.monotonic()
+    linear_cuda.configure(None, measure=False)
+    dispatcher.plan(64, 64, torch.bfloat16, False, 0)
+    print(f"compiled path {linear_fast.active()}, {time.monotonic() - started:.1f} s with a first plan")
+    if not linear_fast.active():
+        failures.append("the compiled path of linear is off")
     quick = arguments.quick
     models = {"Qwen3-0.6B": SHAPES["Qwen3-0.6B"][:4], "Qwen2.5-7B": SHAPES["Qwen2.5-7B"][:1]} if quick else SHAPES
     some = {"Qwen3-1.7B": [(2048, 6144)], "SmolLM2-135M": SHAPES["SmolLM2-135M"][:4]}
