@@ -86,6 +86,24 @@ class Launch:
     rows: slice
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """What captured launches read: the packed plan (uint8), page counts and starts (int32)."""
+
+    plan: torch.Tensor
+    last_page_len: torch.Tensor
+    kv_indptr: torch.Tensor
+
+
+def make_buffers(max_reqs: int, max_context: int, device: torch.device | str) -> Buffers:
+    """Buffers for batches of up to ``max_reqs`` single rows with contexts of up to ``max_context`` keys."""
+    entries = max_reqs * int(max(1, _chunks(max_context)))
+    _, size = _pack(dict(request=entries, tile=entries, chunk=entries, o_start=max_reqs + 1, chunk_keys=1,
+                         total_rows=1, merge_start=max_reqs + 1, valid=entries))
+    zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
+    return Buffers(zeros(size + 128, torch.uint8), zeros(max_reqs, torch.int32), zeros(max_reqs + 1, torch.int32))
+
+
 def _pack(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Byte offsets of int32 sections (``valid``: bytes), each on a 16-byte boundary."""
     at, offsets = 0, {}
@@ -123,12 +141,12 @@ def check_workspace(layout: Layout, rows: int, max_context: int, workspace_bytes
 
 def plan_decode(
     layout: Layout, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_context: int, table_width: int,
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    buffers: Buffers | None = None,
 ) -> list[Launch]:
     """One launch for a batch of single rows; requests without a row (graph padding) come last.
 
-    Shapes and ``max_context`` alone decide what is launched.  ``buffers``: uint8 and int32 tensors that keep
-    the plan and the page counts for replays of a CUDA graph.
+    Shapes and ``max_context`` alone decide what is launched.  With ``buffers``, all that the launch reads stays
+    at one address, so that it can be replayed in a CUDA graph after this was called on new contents.
     """
     reqs, chunks, device = seq_lens.shape[0], int(max(1, _chunks(max_context))), seq_lens.device
     if layout.group > TILE_ROWS:
@@ -137,7 +155,7 @@ def plan_decode(
     entries = reqs * chunks
     offsets, size = _pack(dict(request=entries, tile=entries, chunk=entries, o_start=reqs + 1, chunk_keys=1,
                                total_rows=1, merge_start=reqs + 1, valid=entries))
-    ints = torch.zeros(size, dtype=torch.uint8, device=device) if buffers is None else buffers[0][:size]
+    ints = torch.zeros(size, dtype=torch.uint8, device=device) if buffers is None else buffers.plan[:size]
     view = lambda name, count: ints[offsets[name] : offsets[name] + 4 * count].view(torch.int32)
     live = query_start_loc[1:] > query_start_loc[:-1]
     count = torch.where(live, _chunks(seq_lens).clamp(min=1), 0).to(torch.int32)
@@ -155,10 +173,12 @@ def plan_decode(
         view("o_start", reqs + 1).copy_(query_start_loc)
     view("chunk_keys", 1).fill_(CHUNK_KEYS)
     view("total_rows", 1).copy_(query_start_loc[-1:])
-    last = seq_lens if buffers is None else buffers[1][:reqs]
     # each request owns one row of the block table; its length is (width - 1) pages plus this
-    last = torch.sub(seq_lens, (table_width - 1) * layout.page_size, out=None if buffers is None else last)
+    last = seq_lens - (table_width - 1) * layout.page_size
     kv_indptr = torch.arange(reqs + 1, dtype=torch.int32, device=device) * table_width
+    if buffers is not None:
+        last = buffers.last_page_len[:reqs].copy_(last)
+        kv_indptr = buffers.kv_indptr[: reqs + 1].copy_(kv_indptr)
     plan = _plan_vector(layout, offsets, entries, reqs, chunks, True)
     return [Launch(plan, ints, query_start_loc, kv_indptr, last, slice(None))]
 
@@ -178,7 +198,7 @@ def plan_rows(
         zip(query_start_host[:-1].tolist(), query_start_host[1:].tolist(), seq_lens_host.tolist(), strict=False)
     ):
         while start < end:
-            keys = length - (query_start_host[r + 1] - end)
+            keys = length
             most = max(chunks, int(_chunks(keys)))
             room = workspace_bytes // max(1, layout.partial_bytes(1, most)) - rows if most > 1 else end - start
             take = min(end - start, int(room))
@@ -189,7 +209,7 @@ def plan_rows(
                 groups.append([])
                 rows = chunks = 0
                 continue
-            groups[-1].append((r, start, take, int(keys - (end - start) + take)))
+            groups[-1].append((r, start, take, keys - (end - start) + take))
             rows, chunks, start = rows + take, most, start + take
             if start < end:
                 groups.append([])

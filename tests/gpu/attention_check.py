@@ -289,7 +289,7 @@ def graph_check(name, heads, page, seed=2):
 
         launch = lambda: fa3.run(q, pool.k, pool.v, out, table, state["plan"], MAX_CONTEXT, scale=d**-0.5)
     else:
-        buffers = (torch.zeros(1 << 20, dtype=torch.uint8, device=DEV), torch.zeros(reqs, dtype=torch.int32, device=DEV))
+        buffers = flashinfer.make_buffers(reqs, MAX_CONTEXT, DEV)
         state = {}
 
         def refresh():

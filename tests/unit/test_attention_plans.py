@@ -119,6 +119,20 @@ def test_flashinfer_padding_launches_nothing_valid():
     assert plan["merge"] == [0, 2, 3, 3, 3]
 
 
+def test_flashinfer_replayed_launches_read_fixed_addresses():
+    buffers = flashinfer.make_buffers(4, 8192, "cpu")
+    start = torch.arange(5, dtype=torch.int32)
+    used = lambda launch: [t.data_ptr() for t in (launch.ints, launch.kv_indptr, launch.last_page_len)]
+    first = flashinfer.plan_decode(FI, start, torch.tensor([1, 2, 3, 4], dtype=torch.int32), 8192, WIDTH, buffers)[0]
+    lengths = torch.tensor([8192, 5000, 1, 9], dtype=torch.int32)
+    again = flashinfer.plan_decode(FI, start, lengths, 8192, WIDTH, buffers)[0]
+    fresh = flashinfer.plan_decode(FI, start, lengths, 8192, WIDTH)[0]
+    assert used(first) == used(again)
+    assert first.plan == again.plan == fresh.plan
+    assert decode_plan(again, 4) == decode_plan(fresh, 4)
+    assert [length_of(again, i) for i in range(4)] == lengths.tolist()
+
+
 def test_flashinfer_cuts_a_batch_to_the_users_workspace():
     start, lengths = np.array([0, 1, 4097]), np.array([9000, 4096])
     size = 64 << 20

@@ -11,7 +11,7 @@ import importlib.util
 from dataclasses import dataclass
 
 import torch
-import vllm.envs as envs
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
@@ -69,9 +69,7 @@ class InvariantFlashInferMetadataBuilder(AttentionMetadataBuilder[BatchMetadata]
             size = envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE  # as the user set it
             flashinfer.check_workspace(self.layout, most, self.max_context, size)
             self.partials = torch.zeros(size, dtype=torch.uint8, device=device)
-            entries = most * (-(-self.max_context // flashinfer.CHUNK_KEYS))
-            self.buffers = (torch.zeros(13 * entries + 8 * most + 256, dtype=torch.uint8, device=device),
-                            torch.zeros(most, dtype=torch.int32, device=device))
+            self.buffers = flashinfer.make_buffers(most, self.max_context, device)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> BatchMetadata:
         common = common_attn_metadata
