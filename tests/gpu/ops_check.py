@@ -484,15 +484,15 @@ def main() -> int:
     timed = ["Qwen3-0.6B"] if quick else [*SPEED_MODELS, *sorted(SHAPES)]
     deadline = begin + arguments.seconds
     stages = [
-        ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, counts)),
-        ("time linear", partial(time_linear, dispatcher, timed, SPEED_ROWS, rounds, deadline)),
         ("time rows", partial(time_rows, rounds)),
         ("norms", check_norms),
         ("softmax", check_softmax),
         ("bmm, mean", check_bmm_and_mean),
-        ("modes", check_linear_modes),
-        ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, counts)),
+        ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, counts)),
+        ("time linear", partial(time_linear, dispatcher, timed, SPEED_ROWS, rounds, deadline)),
         ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, counts)),
+        ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, counts)),
+        ("modes", check_linear_modes),
         ("shapes", partial(check_linear_shapes, dispatcher)),
     ]
     for name, stage in stages:
