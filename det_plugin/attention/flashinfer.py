@@ -194,24 +194,23 @@ def plan_rows(
     """
     groups: list[list[tuple[int, int, int, int]]] = [[]]  # (request, first row, rows, keys of the last row)
     rows = chunks = 0
-    for r, (start, end, length) in enumerate(
-        zip(query_start_host[:-1].tolist(), query_start_host[1:].tolist(), seq_lens_host.tolist(), strict=False)
-    ):
-        while start < end:
-            keys = length
-            most = max(chunks, int(_chunks(keys)))
-            room = workspace_bytes // max(1, layout.partial_bytes(1, most)) - rows if most > 1 else end - start
-            take = min(end - start, int(room))
-            if take <= 0 or (take < end - start and groups[-1]):
+    lengths = seq_lens_host.tolist()
+    for r, (at, end) in enumerate(zip(query_start_host[:-1].tolist(), query_start_host[1:].tolist(), strict=True)):
+        row = at
+        while row < end:
+            most = max(chunks, int(_chunks(lengths[r])))
+            room = workspace_bytes // layout.partial_bytes(1, most) - rows if most > 1 else end - row
+            take = min(end - row, int(room))
+            if take <= 0 or (take < end - row and groups[-1]):
                 if not groups[-1]:
-                    raise ConfigError(f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {keys} tokens; "
-                                      "raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE")
+                    raise ConfigError(f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {lengths[r]} "
+                                      "tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE")
                 groups.append([])
                 rows = chunks = 0
                 continue
-            groups[-1].append((r, start, take, keys - (end - start) + take))
-            rows, chunks, start = rows + take, most, start + take
-            if start < end:
+            groups[-1].append((r, row, take, lengths[r] - (end - row) + take))
+            rows, chunks, row = rows + take, most, row + take
+            if row < end:
                 groups.append([])
                 rows = chunks = 0
     return [_rows_launch(layout, np.array(g, dtype=np.int64), table_width, len(seq_lens_host), device)

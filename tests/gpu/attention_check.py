@@ -155,7 +155,8 @@ class FlashInfer:
     def prepare(self, batch):
         width = batch.table.shape[1]
         if batch.max_query == 1:
-            return flashinfer.plan_decode(self.layout, batch.start_dev, batch.lengths_dev, int(batch.lengths.max()), width)
+            longest = int(batch.lengths.max())
+            return flashinfer.plan_decode(self.layout, batch.start_dev, batch.lengths_dev, longest, width)
         return flashinfer.plan_rows(self.layout, batch.start, batch.lengths, width, DEV, self.workspace.numel())
 
     def __call__(self, batch, pool, out, plan=None):
@@ -307,7 +308,7 @@ def graph_check(name, heads, page, seed=2):
         pool.next = 0
         live = [24, 24, 17, 1, 24, 9][trial]
         requests = []
-        for i in range(live):
+        for _ in range(live):
             c = int(rng.integers(1, [300, 3000, 12000, MAX_CONTEXT, 9000, 20000][trial] + 1))
             requests.append(Request(torch.randn(1, h, d, device=DEV, dtype=torch.bfloat16), pool.take(c), c))
         batch = Batch(requests, page)
@@ -372,7 +373,8 @@ def bits(backends, checks, flashinfer_dims, save):
             for c in checks:
                 c["negative_control_mismatches"] = control
             save()
-            print(f"{label:40s} {name:10s}", [c["mismatches"] for c in checks if c["model"] == label and c["backend"] == name],
+            mine = [c["mismatches"] for c in checks if c["model"] == label and c["backend"] == name]
+            print(f"{label:40s} {name:10s}", mine,
                   f"err {checks[-1]['relative_error']:.2e} {time.time() - t0:.1f} s", flush=True)
     print(f"bits: {time.time() - begun:.0f} s", flush=True)
     return control > 0 and not any(c["mismatches"] for c in checks)
@@ -428,7 +430,7 @@ def speed(backends, results, save, heads=(32, 8, 128), page=16):
             elif name == "flashinfer" and rows == 1:
                 width = first.table.shape[1]
                 plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
-            functions[name] = lambda r=runner, x=plan, p=p: [r(b, pools[p], out, x) for b in batches[p]]
+            functions[name] = lambda r=runner, x=plan, p=p, o=out, bs=batches: [r(b, pools[p], o, x) for b in bs[p]]
         try:
             got = timed(functions, 15 if rows == 1 else 7)
         except Exception as error:
@@ -445,13 +447,14 @@ def speed(backends, results, save, heads=(32, 8, 128), page=16):
         print({k: v for k, v in case.items() if "spread" not in k and k not in ("unit", "heads")}, flush=True)
 
 
-def environment():
+def environment(commit):
     run = lambda *c: subprocess.run(c, capture_output=True, text=True, check=False).stdout.strip()
     import triton
 
     env = dict(
-        gpu=torch.cuda.get_device_name(), driver=run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        torch=torch.__version__, triton=triton.__version__, commit=run("git", "rev-parse", "HEAD"),
+        gpu=torch.cuda.get_device_name(),
+        driver=run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        torch=torch.__version__, triton=triton.__version__, commit=commit or run("git", "rev-parse", "HEAD"),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     from importlib import metadata
 
@@ -470,7 +473,8 @@ def warm(part, parts):
     for heads, page, rows, shared in jobs[part::parts]:
         pool = Pool(heads[1], heads[2], page, 64 * page)
         q = torch.randn(rows, heads[0], heads[2], device=DEV, dtype=torch.bfloat16)
-        batch = Batch([Request(q, pool.take(page), min(page, 16)) if rows == 1 else Request(q, pool.take(300), 300)], page)
+        length = 16 if rows == 1 else 300
+        batch = Batch([Request(q, pool.take(length), length)], page)
         runner = Triton(heads, page)
         if not shared:
             runner.workspace = None
@@ -486,19 +490,23 @@ def main() -> int:
     ap.add_argument("--out", type=pathlib.Path, required=True)
     ap.add_argument("--backends", default="triton,fa3")
     ap.add_argument("--only", default="bits,speed")
+    ap.add_argument("--commit", default="", help="written into the report; default: of this checkout")
     ap.add_argument("--compare", default="", help="stock_triton: the host's Triton kernel as well (needs vLLM)")
     ap.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes to run on FlashInfer")
     args = ap.parse_args()
     backends = args.backends.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
-    good, env = True, environment()
+    good, env = True, environment(args.commit)
     if "triton" in backends:
         begun = time.time()
         helpers = [subprocess.Popen([sys.executable, __file__, "warm", str(i), "12"]) for i in range(12)]
         for helper in helpers:
             helper.wait()
         print(f"compiled in {time.time() - begun:.0f} s", flush=True)
-    write = lambda name, **what: (args.out / name).write_text(json.dumps(dict(environment=env, **what), indent=1) + "\n")
+
+    def write(name, **what):
+        (args.out / name).write_text(json.dumps(dict(environment=env, **what), indent=1) + "\n")
+
     if "bits" in args.only:
         checks: list[dict] = []
         dims = [int(d) for d in args.flashinfer_dims.split(",")]
@@ -508,8 +516,8 @@ def main() -> int:
               checks[0]["negative_control_mismatches"], "SAME" if good else "DIFFERENT", flush=True)
     if "speed" in args.only:
         cases: list[dict] = []
-        speed(backends + args.compare.split(",") if args.compare else backends, cases,
-              lambda: write("attention_speed.json", cases=cases))
+        compared = args.compare.split(",") if args.compare else []
+        speed(backends + compared, cases, lambda: write("attention_speed.json", cases=cases))
     return 0 if good else 1
 
 

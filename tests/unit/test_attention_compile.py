@@ -11,12 +11,12 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs the compiler, not the interpreter", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
 
-from det_plugin.attention import triton_paged
-from det_plugin.attention.contract import BLOCK_KEYS, SEGMENT_KEYS
-from det_plugin.attention.triton_schedules import default_schedules
+from det_plugin.attention import triton_paged  # noqa: E402
+from det_plugin.attention.contract import BLOCK_KEYS, SEGMENT_KEYS  # noqa: E402
+from det_plugin.attention.triton_schedules import default_schedules  # noqa: E402
 
 FLOATS = ("c", "pre_scale", "softcap", "inv_sink_scale")
 
@@ -49,7 +49,8 @@ def compiled(group, kv_heads, dim, page, which, shared, window=0, softcap=False,
 
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "page"),
-    [(4, 8, 128, 16), (4, 8, 128, 64), (3, 3, 64, 16), (2, 4, 256, 16), (4, 4, 96, 32), (8, 1, 128, 16), (1, 12, 64, 48)])
+    [(4, 8, 128, 16), (4, 8, 128, 64), (3, 3, 64, 16), (2, 4, 256, 16), (4, 4, 96, 32), (8, 1, 128, 16),
+     (1, 12, 64, 48)])
 def test_every_schedule_compiles(group, kv_heads, dim, page):
     for which, shared in (("few", False), ("few", True), ("scarce", True), ("many", False), ("many", True)):
         kernel = compiled(group, kv_heads, dim, page, which, shared)
