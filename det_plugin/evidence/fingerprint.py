@@ -37,7 +37,7 @@ def source_digest() -> str:
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".cpp")):
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

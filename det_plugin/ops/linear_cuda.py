@@ -22,7 +22,14 @@ from typing import Any, Literal
 import torch
 
 from det_plugin.errors import CertificateError
-from det_plugin.evidence.certificates import Certificate, CertificateStore, Schedule, certify, row_ladder
+from det_plugin.evidence.certificates import (
+    Certificate,
+    CertificateStore,
+    Schedule,
+    certify,
+    first_difference,
+    row_ladder,
+)
 from det_plugin.ops import linear_fast
 from det_plugin.ops._cublaslt import Algorithm, CublasLt, LinearProblem
 from det_plugin.ops._triton import require_kernel_device
@@ -134,7 +141,23 @@ class LinearDispatcher:
                 self.fast = linear_fast.activate()
             with torch.cuda.device(device), torch.no_grad():
                 found = self.plans[key] = self._make(n, k, dtype, has_bias, device)
+                if linear_fast.active():
+                    self._prove_fast(found, device)
         return found
+
+    def _prove_fast(self, plan: Plan, device: int) -> None:
+        """Compare the compiled path's bytes with the Python path's; switch it off where they differ."""
+        for m in (1, 16, min(200, plan.max_rows)):
+            rows = certification_data(m, plan.n, plan.k, plan.dtype, plan.has_bias, torch.device("cuda", device))
+            want = self(*rows)  # hands the choice over
+            difference = first_difference(want, torch.ops.det_plugin.linear(*rows))
+            if difference is not None:
+                linear_fast.deactivate()
+                logger.error(
+                    "linear N=%d K=%d %s: the compiled path differs at %s (0x%s, got 0x%s): switched off",
+                    plan.n, plan.k, plan.dtype, *difference,
+                )  # fmt: skip
+                return
 
     def _make(self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int) -> Plan:
         from det_plugin.ops import linear_tuning

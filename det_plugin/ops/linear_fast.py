@@ -126,6 +126,14 @@ def activate() -> bool:
     return True
 
 
+def deactivate() -> None:
+    """Send every call to the Python path from now on."""
+    global _active
+    if _active:
+        torch.ops.det_plugin._linear_configure([0, 0, 0])
+        _active = False
+
+
 def keep(
     n: int, k: int, m: int, dtype: torch.dtype, device: int, capturing: bool, bias: int, values: list[int]
 ) -> None:

@@ -87,6 +87,10 @@ except RuntimeError as error:
     assert "status 15 for N=4, K=8" in str(error), error
 torch.ops.det_plugin._linear_forget()
 assert is_slow(x, w)
+linear_fast.keep(4, 8, 6, torch.float32, -1, False, 0, [1, 2, 3, 4, 5, *words])
+linear_fast._active = True
+linear_fast.deactivate()
+assert not linear_fast.active() and is_slow(x, w), "switched off"
 print("ok")
 """
 
