@@ -34,7 +34,7 @@ def active() -> DetConfig | None:
 def prepare(engine_args: Any, config: DetConfig) -> None:
     """Adjust engine arguments before the host resolves them.
 
-    Compiled and eager code share the host's opaque custom ops on the CPU, so that they share bits.
+    Compiled and eager code share the host's opaque custom ops, so that they share bits.
 
     Raises:
         HostError: vLLM is outside the supported range.
@@ -45,16 +45,15 @@ def prepare(engine_args: Any, config: DetConfig) -> None:
     platform = guards.platform_name()
     guards.check_backend_name(engine_args.attention_backend, platform)
     guards.check_front_end(platform)
-    if platform == "cpu":
-        custom_ops = engine_args.compilation_config.custom_ops
-        for name in custom_ops:
-            if name == "none" or name.startswith("-"):
-                raise ConfigError(
-                    f"compilation_config.custom_ops: got {name!r}, deterministic inference needs 'all' on the CPU "
-                    "(compiled and eager code then share their kernels); leave the option out"
-                )
-        if "all" not in custom_ops:
-            custom_ops.append("all")
+    custom_ops = engine_args.compilation_config.custom_ops
+    for name in custom_ops:
+        if name == "none" or name.startswith("-"):
+            raise ConfigError(
+                f"compilation_config.custom_ops: got {name!r}, deterministic inference needs 'all' "
+                "(compiled and eager code then share their kernels); leave the option out"
+            )
+    if "all" not in custom_ops:
+        custom_ops.append("all")
 
 
 def activate_front_end(vllm_config: Any, config: DetConfig) -> None:

@@ -116,6 +116,11 @@ def features_in_use(vllm_config: Any, config: DetConfig, platform: str) -> Itera
         yield "custom executor", f"--distributed-executor-backend {getattr(executor, '__name__', executor)}"
     if parallel.nnodes > 1:
         yield "several nodes", f"--nnodes {parallel.nnodes}"
+    if vllm_config.compilation_config.mode is not None and vllm_config.compilation_config.mode.name != "NONE":
+        yield "torch.compile", "torch.compile"
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if platform == "cuda" and graphs is not None and graphs.name != "NONE":
+        yield "CUDA graph", f"CUDA graphs ({graphs.name})"
     v2 = bool(vllm_config.use_v2_model_runner)
     if platform == "cpu" and v2:
         yield "V2 model runner", "the V2 model runner on CPU"
@@ -188,6 +193,7 @@ def check(vllm_config: Any, config: DetConfig) -> tuple[str, str]:
     dtype = str(vllm_config.model_config.dtype)
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype}", "its products are not certified", f"use one of {', '.join(DTYPES)}")
+    require(platform, backend, "attention backend", f"--attention-backend {backend} on {platform}")
     for feature, spelled in features_in_use(vllm_config, config, platform):
         require(platform, backend, feature, spelled)
     return platform, backend
