@@ -14,7 +14,7 @@ from det_plugin.host.vllm.patching import check_host_version
 logger = logging.getLogger("vllm.det_plugin")
 
 WORKER_MODULES = {
-    "cpu": ("linear_cpu", "norm_cpu", "attention_cpu", "collectives_cpu", "sampler_v1"),
+    "cpu": ("linear_cpu", "norm_cpu", "pointwise_cpu", "attention_cpu", "collectives_cpu", "sampler_v1"),
     "cuda": ("linear_cuda", "norm_cuda", "attention_cuda", "sampler_v2"),
 }
 """Modules of this package whose ``install(config)`` makes a worker deterministic, in order."""
@@ -54,6 +54,9 @@ def prepare(engine_args: Any, config: DetConfig) -> None:
             )
     if "all" not in custom_ops:
         custom_ops.append("all")
+    if platform == "cpu":
+        # element-wise code outside those ops: compiled code then rounds wherever eager code does
+        engine_args.compilation_config.inductor_compile_config["emulate_precision_casts"] = True
 
 
 def activate_front_end(vllm_config: Any, config: DetConfig) -> None:

@@ -48,6 +48,31 @@ def unproven(model: Any, platform: str) -> Iterator[tuple[str, str, str]]:
         own = [n for n, _ in module.named_parameters(recurse=False)]
         if own and kind not in known and not isinstance(module, RotaryEmbeddingBase):
             yield name, kind, f"it owns the parameters {', '.join(own)} and is not a certified layer"
+        elif platform == "cpu" and (why := _uncertified_function(module, known)):
+            yield name, kind, why
+
+
+EXACT = ("ReLU", "Identity", "Hardtanh", "ReLU6")
+"""Classes of ``torch.nn.modules.activation`` without rounding."""
+
+
+def _uncertified_function(module: Any, known: set[str]) -> str | None:
+    """Why an element-wise module may give other bits in compiled code, or at other row counts, on the CPU."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from det_plugin.host.vllm import pointwise_cpu
+
+    kind = type(module)
+    if kind.__module__ == "torch.nn.modules.activation" and kind.__name__ not in EXACT:
+        return "compiled code and eager code round it differently"
+    if kind.__module__.startswith("vllm.model_executor.layers.rotary_embedding"):
+        if getattr(kind, "forward_cpu", None) is not RotaryEmbedding.forward_cpu or "forward" in vars(kind):
+            return "this rotary embedding does not go through the host's CPU kernel"
+        return None
+    if isinstance(module, CustomOp) and kind.__name__ not in known | set(pointwise_cpu.CERTIFIED):
+        return "its CPU code is not certified"
+    return None
 
 
 def check_model(model: Any, platform: str) -> None:
