@@ -261,7 +261,10 @@ def _report_diff(result: Any, json_file: Path | None) -> int:
 
 @app.command()
 def bench(
-    model: Annotated[str | None, typer.Option(help="Model folder or name, to start servers with.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or name, to start servers with; the demo's small model when left out."),
+    ] = None,
     host_only: Annotated[
         str | None,
         typer.Option(

@@ -110,7 +110,12 @@ class BenchOptions:
         if not options.variants:
             raise ConfigError(f"--host-only: got nothing, accepts {', '.join(KINDS)}")
         if options.model is None:
-            raise ConfigError("--model: needed to start servers")
+            from det_plugin.verify.model import ModelError, smollm2
+
+            try:
+                options.model = str(smollm2())
+            except ModelError as error:
+                raise ConfigError(f"--model: not given, and the demo's model can't be had: {error}") from None
         try:
             options.server_args = shlex.split(server_args)
         except ValueError as error:

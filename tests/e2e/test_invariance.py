@@ -148,7 +148,7 @@ def test_prefix_cache_control(engines, stock):
 def test_compiled_equals_eager(engines, det):
     """The compiled engine gives the eager engine's bits, in batches too.  (Its control is among the soak tests.)"""
     work = engines.alone + BATCHES[-2:]
-    found = engines.run(work, ON, CHUNK, {"max_num_batched_tokens": 256})
+    found = engines.run(work, ON, CHUNK, {"max_num_batched_tokens": 256}, {"compilation_config": {"mode": 3}})
     assert_same(work, found["answers"], first(det))
 
 

@@ -54,6 +54,15 @@ def prepare(engine_args: Any, config: DetConfig) -> None:
             )
     if "all" not in custom_ops:
         custom_ops.append("all")
+    if platform == "cpu" and engine_args.compilation_config.mode is None and not engine_args.enforce_eager:
+        from vllm.config import CompilationMode
+
+        engine_args.compilation_config.mode = CompilationMode.NONE
+        logger.info(
+            "deterministic inference on the CPU runs without torch.compile: every operator is an opaque kernel, so "
+            "compiling adds dispatch and no speed; --compilation-config '{\"mode\": 3}' compiles all the same, "
+            "with the same bits"
+        )
     if platform == "cpu":
         # element-wise code outside those ops: compiled code then rounds wherever eager code does
         engine_args.compilation_config.inductor_compile_config["emulate_precision_casts"] = True
