@@ -99,6 +99,8 @@ class Probe:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(30)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def make_tiny_model(folder: Path, tokenizer_from: Path, *, seed: int = 0) -> Path:

@@ -15,6 +15,9 @@ WORKERS = {
 }
 BACKENDS = {"cpu": CPU_BACKENDS, "cuda": CUDA_BACKENDS}
 AUTOTUNE = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+CPU_BLOCK = 32
+"""The host's CPU attention takes KV blocks of multiples of this."""
+
 EXECUTORS = (None, "mp", "uni")
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -194,6 +197,9 @@ def check(vllm_config: Any, config: DetConfig) -> tuple[str, str]:
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype}", "its products are not certified", f"use one of {', '.join(DTYPES)}")
     require(platform, backend, "attention backend", f"--attention-backend {backend} on {platform}")
+    block_size = vllm_config.cache_config.block_size
+    if platform == "cpu" and block_size is not None and block_size % CPU_BLOCK:
+        raise ConfigError(f"--block-size: got {block_size}, accepts a multiple of {CPU_BLOCK} on the CPU")
     for feature, spelled in features_in_use(vllm_config, config, platform):
         require(platform, backend, feature, spelled)
     return platform, backend
