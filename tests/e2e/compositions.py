@@ -254,6 +254,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         "answers": answers,
         **counters(llm),
         "plugin_loaded": any(name.partition(".")[0] == "det_plugin" for name in sys.modules),
+        "compilation": llm.llm_engine.vllm_config.compilation_config.mode.name,
         "start_seconds": ready - started,
         "run_seconds": time.monotonic() - ready,
     }

@@ -149,6 +149,7 @@ def test_compiled_equals_eager(engines, det):
     """The compiled engine gives the eager engine's bits, in batches too.  (Its control is among the soak tests.)"""
     work = engines.alone + BATCHES[-2:]
     found = engines.run(work, ON, CHUNK, {"max_num_batched_tokens": 256}, {"compilation_config": {"mode": 3}})
+    assert found["compilation"] != "NONE"
     assert_same(work, found["answers"], first(det))
 
 

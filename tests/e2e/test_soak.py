@@ -90,6 +90,7 @@ def test_compositions(soak, mode, chunk):
     work = [{**compositions.make_composition(soak.seed, index, POOL), "index": index} for index in chosen]
     engine = {**MODES[mode], **CHUNKS[chunk], **compositions.SMALL, "max_num_batched_tokens": chunk}
     found = soak.run(work, engine)
+    assert (found["compilation"] == "NONE") is (mode == "eager")
     compared, lines = kit.differences(work, found["answers"], soak.alone)
     soak.compared += compared
     soak.compositions += len(work)
@@ -126,7 +127,9 @@ def test_control(soak):
     work = [compositions.alone(i) for i in range(POOL)]
     plain = {**MODES["eager"], "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
     alone = [answers[0] for answers in soak.run(work, plain, on=False)["answers"]]
-    found = soak.run(work, {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}, on=False)
+    compiled = {**MODES["compiled"], "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+    found = soak.run(work, compiled, on=False)
+    assert found["compilation"] != "NONE"
     _, lines = kit.differences(work, found["answers"], alone)
     assert lines, "the stock engine's compiled answers equal its eager ones: this test cannot fail"
     work = [compositions.make_composition(soak.seed, index, POOL) for index in range(4)]

@@ -182,6 +182,19 @@ def _not_found(error: Exception) -> bool:
     return bool(names & missing) or "Invalid repository ID" in text or "valid model identifier" in text
 
 
+def _reason(error: BaseException) -> str:
+    """The line that explains an error: our own anywhere in its chain, else the one that :func:`explained` gave."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for link in chain:
+        if isinstance(link, DetPluginError):
+            return str(link)
+    return next((link.__det_plugin__ for link in chain if hasattr(link, "__det_plugin__")), "")
+
+
 def _explain_refusals() -> None:
     """On the command line a refusal is one clear line without a stack trace, and the exit code is not zero."""
     previous = sys.excepthook
@@ -189,11 +202,8 @@ def _explain_refusals() -> None:
         return
 
     def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, DetPluginError) and not hasattr(cause, "__det_plugin__"):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            print(f"error: {getattr(cause, '__det_plugin__', cause)}", file=sys.stderr, flush=True)
+        if reason := _reason(error):
+            print(f"error: {reason}", file=sys.stderr, flush=True)
             return
         previous(kind, error, trace)
         if reason := refusal.read():
