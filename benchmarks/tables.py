@@ -78,6 +78,32 @@ def invariance_table(document: dict[str, Any]) -> list[str]:
     return lines + [f"| {n} | {b} | {c:,} | {m} | {k:,} |" for (n, b), (c, m, k) in sums.items()]
 
 
+def engine_table(documents: list[dict[str, Any]]) -> list[str]:
+    """Whole engines, one row each: comparisons with the same request run alone."""
+    lines = ["| engine | requests | comparisons | mismatches | what differs |", "|---|---|---|---|---|"]
+    for document in documents:
+        for engine in document["engines"]:
+            checks = engine["checks"]
+            wrong = [name for name, entry in checks.items() if entry["mismatches"]]
+            lines.append(
+                f"| `{engine['engine']}` | {engine['requests']} | {sum(c['comparisons'] for c in checks.values()):,} "
+                f"| {sum(c['mismatches'] for c in checks.values()):,} | {', '.join(wrong) or '-'} |"
+            )
+        lines += [f"| {name} | not run or cut off | | | |" for name in document["failed"]]
+    return lines
+
+
+def attention_table(document: dict[str, Any]) -> list[str]:
+    """Attention kernels: microseconds per layer, and stock time over ours."""
+    lines = ["| case | heads | stock | fa3 | stock / fa3 | triton | stock / triton |", "|---|---|---|---|---|---|---|"]
+    for c in document["cases"]:
+        lines.append(
+            f"| {c['case']} | {c['heads']} | {c['stock']} | {c.get('fa3', '')} | {c.get('fa3_ratio', '')} "
+            f"| {c.get('triton', '')} | {c.get('triton_ratio', '')} |"
+        )
+    return lines
+
+
 def section(title: str, name: str, body: list[str], document: dict[str, Any]) -> list[str]:
     """A titled table with its environment and its file."""
     return [f"**{title}** ([`{name}`](benchmarks/results/{name}): {environment(document)})", "", *body, ""]
@@ -94,50 +120,70 @@ def sampler_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def render() -> str:
-    """The whole generated section."""
+def render(short: bool) -> str:
+    """The generated section: of the README (``short``), or all of ``docs/results.md``."""
     out: list[str] = []
     if document := load("cpu/speed.json"):
         out += section("Speed on a CPU", "cpu/speed.json", speed_table(document), document)
+    names = ("h200/engine_invariance_triton.json", "h200/engine_invariance_flash_attn.json")
+    if engines := [d for d in map(load, names) if d]:
+        out += section(
+            "Whole engine on a GPU, random Qwen3-0.6B-shaped model", names[0], engine_table(engines), engines[0]
+        )
+    if short:
+        return "\n".join(out).strip()
     for name, title in (
-        ("h200/engine_invariance.json", "Whole engine on a GPU: requests compared with the same request run alone"),
         ("h200/attention_invariance.json", "Attention operators on a GPU"),
         ("h200/ops_invariance.json", "Linear, norm and softmax operators on a GPU"),
     ):
         if document := load(name):
-            out += section(title, name, invariance_table(document), document)
-    for name, title in (
-        ("h200/speed.json", "Whole engine speed on a GPU"),
-        ("h200/attention_speed.json", "Attention speed on a GPU"),
-        ("h200/ops_speed.json", "Linear speed on a GPU"),
-    ):
-        if (document := load(name)) and document.get("cases"):
-            ratios = [c["ratio"] for c in document["cases"] if c.get("ratio")]
-            body = speed_table(document) if len(ratios) <= 24 and "model" in document["cases"][0] else []
-            summary = f"{len(ratios)} cases, geometric mean of stock time over ours: {geometric_mean(ratios):.3f}, "
-            summary += f"lowest {min(ratios):.3f}" if ratios else ""
-            out += section(title, name, [summary, "", *body] if ratios else body, document)
+            body = invariance_table(document)
+            if document.get("failures"):
+                body += ["", f"Failures it reports: {'; '.join(document['failures'])}."]
+            out += section(title, name, body, document)
+    if document := load("h200/attention_speed.json"):
+        out += section(
+            "Attention speed on a GPU, µs per layer", "h200/attention_speed.json", attention_table(document), document
+        )
+    if document := load("h200/ops_speed.json"):
+        body = ["| cases | number | geometric mean of stock / ours | lowest |", "|---|---|---|---|"]
+        for label, graph in (("linear, CUDA graph", True), ("linear, outside CUDA graphs", False)):
+            ratios = [
+                c["ratio"]
+                for c in document["cases"]
+                if c["case"].startswith("linear")
+                and ("CUDA graph" in c["case"] and "no CUDA" not in c["case"]) == graph
+            ]
+            if ratios:
+                body.append(f"| {label} | {len(ratios)} | {geometric_mean(ratios):.3f} | {min(ratios):.3f} |")
+        out += section("Linear speed on a GPU", "h200/ops_speed.json", body, document)
     if document := load("h200/sampler_speed.json"):
         out += section("One sampling step on a GPU", "h200/sampler_speed.json", sampler_table(document), document)
     return "\n".join(out).strip()
 
 
 def main() -> int:
-    """Write README.md's section, or check it."""
+    """Write the generated sections, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{render()}\n{END}{after}"
-    if options.check:
-        if wanted != text:
-            print("README.md: tables are out of date; run python benchmarks/tables.py", file=sys.stderr)
-            return 1
-        return 0
-    path.write_text(wanted, encoding="utf-8")
+    stale = []
+    for path, short in ((ROOT / "README.md", True), (ROOT / "docs" / "results.md", False)):
+        text = path.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        body = render(short)
+        if not short:
+            body = body.replace("](benchmarks/", "](../benchmarks/")
+        wanted = f"{before}{BEGIN}\n{body}\n{END}{after}"
+        if wanted == text:
+            continue
+        stale.append(path.name)
+        if not options.check:
+            path.write_text(wanted, encoding="utf-8")
+    if options.check and stale:
+        print(f"{', '.join(stale)}: out of date; run python benchmarks/tables.py", file=sys.stderr)
+        return 1
     return 0
 
 
