@@ -97,34 +97,54 @@ def check_config(
         raise UnsupportedError(f"{feature} with the {backend} attention backend", reason, instead)
 
     if compute_capability is not None and compute_capability < (8, 0):
-        refuse(f"compute capability {compute_capability[0]}.{compute_capability[1]}",
-               "its kernels need 8.0 or newer", "use a GPU of the Ampere generation or newer")
+        refuse(
+            f"compute capability {compute_capability[0]}.{compute_capability[1]}",
+            "its kernels need 8.0 or newer",
+            "use a GPU of the Ampere generation or newer",
+        )
     if backend == "fa3" and compute_capability is not None and compute_capability[0] != 9:
-        refuse(f"compute capability {compute_capability[0]}.{compute_capability[1]}",
-               "FlashAttention 3 runs on Hopper only", "choose --attention-backend TRITON_ATTN")
+        refuse(
+            f"compute capability {compute_capability[0]}.{compute_capability[1]}",
+            "FlashAttention 3 runs on Hopper only",
+            "choose --attention-backend TRITON_ATTN",
+        )
     if mla:
         refuse("multi-head latent attention", "no order is defined for it", "serve a model without MLA")
     if attn_type != "decoder":
-        refuse(f"attention type {attn_type!r}", "only causal decoder attention is proven",
-               "serve a decoder-only model")
+        refuse(f"attention type {attn_type!r}", "only causal decoder attention is proven", "serve a decoder-only model")
     if alibi:
         refuse("ALiBi", "no order is defined for its bias", "serve a model without ALiBi")
     dims = FLASHINFER_HEAD_DIMS if backend == "flashinfer" else HEAD_DIMS
     if head_dim not in dims:
-        refuse(f"head size {head_dim}", f"proven for {', '.join(map(str, dims))}",
-               "choose --attention-backend TRITON_ATTN" if head_dim in HEAD_DIMS else "serve a model with one of these")
+        refuse(
+            f"head size {head_dim}",
+            f"proven for {', '.join(map(str, dims))}",
+            "choose --attention-backend TRITON_ATTN" if head_dim in HEAD_DIMS else "serve a model with one of these",
+        )
     if dtype not in DTYPES:
-        refuse(f"dtype {dtype}", "its products would not run on matrix units with an fp32 accumulator",
-               "pass --dtype bfloat16 or --dtype float16")
+        refuse(
+            f"dtype {dtype}",
+            "its products would not run on matrix units with an fp32 accumulator",
+            "pass --dtype bfloat16 or --dtype float16",
+        )
     if kv_cache_dtype not in (None, "auto", dtype):
-        refuse(f"kv-cache dtype {kv_cache_dtype}", "keys from the cache would differ from fresh ones",
-               "pass --kv-cache-dtype auto")
+        refuse(
+            f"kv-cache dtype {kv_cache_dtype}",
+            "keys from the cache would differ from fresh ones",
+            "pass --kv-cache-dtype auto",
+        )
     if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-        refuse(f"{num_heads} query heads over {num_kv_heads} key heads", "heads do not divide evenly",
-               "choose a tensor-parallel size that divides both")
+        refuse(
+            f"{num_heads} query heads over {num_kv_heads} key heads",
+            "heads do not divide evenly",
+            "choose a tensor-parallel size that divides both",
+        )
     if page_size is not None and (page_size % PAGE_MULTIPLE or page_size > PAGE_MAX):
-        refuse(f"block size {page_size}", f"accepts multiples of {PAGE_MULTIPLE} up to {PAGE_MAX}",
-               "pass --block-size 16, 32, 64 or 128")
+        refuse(
+            f"block size {page_size}",
+            f"accepts multiples of {PAGE_MULTIPLE} up to {PAGE_MAX}",
+            "pass --block-size 16, 32, 64 or 128",
+        )
     if scale is not None and not scale > 0:
         refuse(f"softmax scale {scale}", "the order assumes a positive scale", "serve a model with a positive scale")
     if softcap < 0 or window < 0:

@@ -110,8 +110,11 @@ def load() -> None:
     try:
         torch.ops.load_library(str(found[0]))
     except (IndexError, OSError) as error:
-        raise UnsupportedError("the fa3 attention backend", f"FlashAttention 3 is not available ({error!r})",
-                               "choose --attention-backend TRITON_ATTN") from None
+        raise UnsupportedError(
+            "the fa3 attention backend",
+            f"FlashAttention 3 is not available ({error!r})",
+            "choose --attention-backend TRITON_ATTN",
+        ) from None
 
 
 def _metadata(
@@ -120,9 +123,29 @@ def _metadata(
     """The vendor's scheduler metadata; with splits, its counts replaced by the rows' own."""
     count = seqused_k.shape[0]
     metadata = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        count, max_query, max_context, layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.head_dim,
-        layout.dtype, seqused_k, cu_seqlens_q, None, None, seqused_q, None, layout.page_size, 0, True, -1, -1, False,
-        num_splits, None, 0,
+        count,
+        max_query,
+        max_context,
+        layout.num_heads,
+        layout.num_kv_heads,
+        layout.head_dim,
+        layout.head_dim,
+        layout.dtype,
+        seqused_k,
+        cu_seqlens_q,
+        None,
+        None,
+        seqused_q,
+        None,
+        layout.page_size,
+        0,
+        True,
+        -1,
+        -1,
+        False,
+        num_splits,
+        None,
+        0,
     )
     if num_splits > 1:  # [rows per sequence | splits | heads in L2 | tile counter], each padded to 4
         start = -(-count // 4) * 4
@@ -134,13 +157,19 @@ def _bound(layout: Layout, length: int) -> int:
     count = int(layout.splits(length))
     if count > MAX_SPLITS:
         limit = MAX_SPLITS * layout.split_blocks * layout.block_keys
-        raise UnsupportedError(f"a context of {length} tokens with the fa3 attention backend",
-                               f"proven up to {limit}", "choose --attention-backend TRITON_ATTN")
+        raise UnsupportedError(
+            f"a context of {length} tokens with the fa3 attention backend",
+            f"proven up to {limit}",
+            "choose --attention-backend TRITON_ATTN",
+        )
     return count
 
 
 def plan_decode(
-    layout: Layout, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_context: int,
+    layout: Layout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_context: int,
     buffers: Sequence[torch.Tensor] | None = None,
 ) -> list[Launch]:
     """Launches of a batch of single rows, one per request.
@@ -159,8 +188,7 @@ def plan_decode(
             size = metadata.shape[0]
             buffers[number][:size].copy_(metadata)
             metadata = buffers[number][:size]
-        launches.append(Launch(rows, used, layout.decode_max_query, splits, metadata, slice(None),
-                               slice(start, end)))
+        launches.append(Launch(rows, used, layout.decode_max_query, splits, metadata, slice(None), slice(start, end)))
     return launches
 
 
@@ -185,8 +213,13 @@ def cut_rows(layout: Layout, query_lens: np.ndarray, seq_lens: np.ndarray) -> np
 
 
 def plan_rows(
-    layout: Layout, query_lens: np.ndarray, seq_lens: np.ndarray, max_context: int, device: torch.device | str,
-    first_row: int = 0, first_request: int = 0,
+    layout: Layout,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    max_context: int,
+    device: torch.device | str,
+    first_row: int = 0,
+    first_request: int = 0,
 ) -> list[Launch]:
     """Launches of any batch whose lengths are known on the host.  Not for CUDA graphs.
 
@@ -212,16 +245,16 @@ def plan_rows(
             most = most_new
         if group:
             groups.append((group, most))
-    return [_rows_launch(layout, pieces[g], starts[g], most, max_context, device, first_request)
-            for g, most in groups]
+    return [_rows_launch(layout, pieces[g], starts[g], most, max_context, device, first_request) for g, most in groups]
 
 
 def _rows_launch(layout, pieces, starts, splits, max_context, device, first_request) -> Launch:
     """One launch of pieces (request, rows, keys) that start at ``starts``; upload and metadata."""
     _bound(layout, int(pieces[:, 2].max()))
     count, first, end = len(pieces), int(starts[0]), int(starts[-1] + pieces[-1, 1])
-    packed = np.concatenate([starts - first, [end - first], pieces[:, 1], pieces[:, 2],
-                             pieces[:, 0] + first_request]).astype(np.int32)
+    packed = np.concatenate(
+        [starts - first, [end - first], pieces[:, 1], pieces[:, 2], pieces[:, 0] + first_request]
+    ).astype(np.int32)
     host = torch.from_numpy(packed)
     if str(device).startswith("cuda"):
         host = host.pin_memory()
@@ -232,8 +265,12 @@ def _rows_launch(layout, pieces, starts, splits, max_context, device, first_requ
 
 
 def plan_batch(
-    layout: Layout, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, query_start_host: np.ndarray,
-    seq_lens_host: np.ndarray, max_context: int,
+    layout: Layout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_host: np.ndarray,
+    seq_lens_host: np.ndarray,
+    max_context: int,
 ) -> list[Launch]:
     """Launches of a mixed batch; requests with one row that come first are planned as single rows.
 
@@ -254,17 +291,33 @@ def plan_batch(
         single = 0  # nothing is split: one launch of whole requests
     launches = []
     if single:
-        launches = plan_decode(layout, query_start_loc[: single + 1], seq_lens[:single],
-                               max(1, int(lengths[:single].max())))
+        launches = plan_decode(
+            layout, query_start_loc[: single + 1], seq_lens[:single], max(1, int(lengths[:single].max()))
+        )
         for launch in launches:
             launch.rows = slice(0, single)
-    return launches + plan_rows(layout, query_lens[single:], lengths[single:], max_context, seq_lens.device,
-                                int(query_start_host[single]), single)
+    return launches + plan_rows(
+        layout,
+        query_lens[single:],
+        lengths[single:],
+        max_context,
+        seq_lens.device,
+        int(query_start_host[single]),
+        single,
+    )
 
 
 def run(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, block_table: torch.Tensor,
-    launches: Sequence[Launch], max_context: int, *, scale: float, softcap: float = 0.0,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    launches: Sequence[Launch],
+    max_context: int,
+    *,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Run planned launches.
 
@@ -279,13 +332,42 @@ def run(
     for launch in launches:
         table = block_table if launch.requests is None else block_table[launch.requests]
         torch.ops._vllm_fa3_C.fwd(
-            q[launch.rows], k_cache, v_cache,
-            None, None, None,  # new keys, new values, second query
-            out[launch.rows], launch.cu_seqlens_q,
-            None, None,  # cu_seqlens_k, cu_seqlens_k_new
-            launch.seqused_q, launch.seqused_k, launch.max_query, max_context, table, launch.kv_batch_idx,
-            None, None, None, None, None, None, None,  # left padding, rotary tables, scales of a quantised cache
-            scale, True, -1, -1, softcap, True, launch.metadata, launch.num_splits,
-            None, 0, None, 1, 0, None,  # pack_gqa, SM margin, sinks, context parallelism
+            q[launch.rows],
+            k_cache,
+            v_cache,
+            None,
+            None,
+            None,  # new keys, new values, second query
+            out[launch.rows],
+            launch.cu_seqlens_q,
+            None,
+            None,  # cu_seqlens_k, cu_seqlens_k_new
+            launch.seqused_q,
+            launch.seqused_k,
+            launch.max_query,
+            max_context,
+            table,
+            launch.kv_batch_idx,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,  # left padding, rotary tables, scales of a quantised cache
+            scale,
+            True,
+            -1,
+            -1,
+            softcap,
+            True,
+            launch.metadata,
+            launch.num_splits,
+            None,
+            0,
+            None,
+            1,
+            0,
+            None,  # pack_gqa, SM margin, sinks, context parallelism
         )
     return out

@@ -42,13 +42,19 @@ def kernel(dtype: torch.dtype, head_dim: int, softcap: bool):
         UnsupportedError: FlashInfer is missing, or the head size is not proven.
     """
     if head_dim not in HEAD_DIMS:
-        raise UnsupportedError(f"head size {head_dim} with the flashinfer attention backend",
-                               f"proven for {', '.join(map(str, HEAD_DIMS))}", "choose --attention-backend TRITON_ATTN")
+        raise UnsupportedError(
+            f"head size {head_dim} with the flashinfer attention backend",
+            f"proven for {', '.join(map(str, HEAD_DIMS))}",
+            "choose --attention-backend TRITON_ATTN",
+        )
     try:
         from flashinfer.jit.attention import gen_batch_prefill_module
     except ImportError as error:
-        raise UnsupportedError("the flashinfer attention backend", f"FlashInfer is not available ({error})",
-                               "pip install 'det-plugin[flashinfer]', or choose another backend") from None
+        raise UnsupportedError(
+            "the flashinfer attention backend",
+            f"FlashInfer is not available ({error})",
+            "pip install 'det-plugin[flashinfer]', or choose another backend",
+        ) from None
     module = gen_batch_prefill_module(
         "fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, softcap, False
     )
@@ -98,8 +104,18 @@ class Buffers:
 def make_buffers(max_reqs: int, max_context: int, device: torch.device | str) -> Buffers:
     """Buffers for batches of up to ``max_reqs`` single rows with contexts of up to ``max_context`` keys."""
     entries = max_reqs * int(max(1, _chunks(max_context)))
-    _, size = _pack(dict(request=entries, tile=entries, chunk=entries, o_start=max_reqs + 1, chunk_keys=1,
-                         total_rows=1, merge_start=max_reqs + 1, valid=entries))
+    _, size = _pack(
+        dict(
+            request=entries,
+            tile=entries,
+            chunk=entries,
+            o_start=max_reqs + 1,
+            chunk_keys=1,
+            total_rows=1,
+            merge_start=max_reqs + 1,
+            valid=entries,
+        )
+    )
     zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
     return Buffers(zeros(size + 128, torch.uint8), zeros(max_reqs, torch.int32), zeros(max_reqs + 1, torch.int32))
 
@@ -117,9 +133,21 @@ def _plan_vector(layout, offsets, entries, rows, chunks, graph) -> list[int]:
     """The 15 numbers of FlashInfer's PrefillPlanInfo."""
     values = rows * chunks * layout.num_heads * layout.head_dim * 2
     return [
-        entries, rows, offsets["total_rows"], TILE_ROWS, offsets["request"], offsets["tile"], offsets["chunk"],
-        offsets["merge_start"], offsets["o_start"], offsets["chunk_keys"], 0, -(-values // 128) * 128,
-        offsets["valid"], int(graph), int(chunks > 1),
+        entries,
+        rows,
+        offsets["total_rows"],
+        TILE_ROWS,
+        offsets["request"],
+        offsets["tile"],
+        offsets["chunk"],
+        offsets["merge_start"],
+        offsets["o_start"],
+        offsets["chunk_keys"],
+        0,
+        -(-values // 128) * 128,
+        offsets["valid"],
+        int(graph),
+        int(chunks > 1),
     ]
 
 
@@ -135,12 +163,18 @@ def check_workspace(layout: Layout, rows: int, max_context: int, workspace_bytes
     """
     need = layout.partial_bytes(rows, int(_chunks(max_context)))
     if need > workspace_bytes:
-        raise ConfigError(f"FlashInfer workspace: got {workspace_bytes} bytes, needs {need} for {rows} requests of "
-                          f"{max_context} tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE or lower --max-num-seqs")
+        raise ConfigError(
+            f"FlashInfer workspace: got {workspace_bytes} bytes, needs {need} for {rows} requests of "
+            f"{max_context} tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE or lower --max-num-seqs"
+        )
 
 
 def plan_decode(
-    layout: Layout, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_context: int, table_width: int,
+    layout: Layout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_context: int,
+    table_width: int,
     buffers: Buffers | None = None,
 ) -> list[Launch]:
     """One launch for a batch of single rows; requests without a row (graph padding) come last.
@@ -150,11 +184,24 @@ def plan_decode(
     """
     reqs, chunks, device = seq_lens.shape[0], int(max(1, _chunks(max_context))), seq_lens.device
     if layout.group > TILE_ROWS:
-        raise UnsupportedError(f"{layout.group} query heads per key head with the flashinfer attention backend",
-                               f"proven up to {TILE_ROWS}", "choose --attention-backend TRITON_ATTN")
+        raise UnsupportedError(
+            f"{layout.group} query heads per key head with the flashinfer attention backend",
+            f"proven up to {TILE_ROWS}",
+            "choose --attention-backend TRITON_ATTN",
+        )
     entries = reqs * chunks
-    offsets, size = _pack(dict(request=entries, tile=entries, chunk=entries, o_start=reqs + 1, chunk_keys=1,
-                               total_rows=1, merge_start=reqs + 1, valid=entries))
+    offsets, size = _pack(
+        dict(
+            request=entries,
+            tile=entries,
+            chunk=entries,
+            o_start=reqs + 1,
+            chunk_keys=1,
+            total_rows=1,
+            merge_start=reqs + 1,
+            valid=entries,
+        )
+    )
     ints = torch.zeros(size, dtype=torch.uint8, device=device) if buffers is None else buffers.plan[:size]
     view = lambda name, count: ints[offsets[name] : offsets[name] + 4 * count].view(torch.int32)
     live = query_start_loc[1:] > query_start_loc[:-1]
@@ -184,8 +231,12 @@ def plan_decode(
 
 
 def plan_rows(
-    layout: Layout, query_start_host: np.ndarray, seq_lens_host: np.ndarray, table_width: int,
-    device: torch.device | str, workspace_bytes: int,
+    layout: Layout,
+    query_start_host: np.ndarray,
+    seq_lens_host: np.ndarray,
+    table_width: int,
+    device: torch.device | str,
+    workspace_bytes: int,
 ) -> list[Launch]:
     """Launches of any batch whose lengths are known on the host; cut where partial results would overflow.
 
@@ -203,8 +254,10 @@ def plan_rows(
             take = min(end - row, int(room))
             if take <= 0 or (take < end - row and groups[-1]):
                 if not groups[-1]:
-                    raise ConfigError(f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {lengths[r]} "
-                                      "tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE")
+                    raise ConfigError(
+                        f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {lengths[r]} "
+                        "tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
+                    )
                 groups.append([])
                 rows = chunks = 0
                 continue
@@ -213,8 +266,9 @@ def plan_rows(
             if row < end:
                 groups.append([])
                 rows = chunks = 0
-    return [_rows_launch(layout, np.array(g, dtype=np.int64), table_width, len(seq_lens_host), device)
-            for g in groups if g]
+    return [
+        _rows_launch(layout, np.array(g, dtype=np.int64), table_width, len(seq_lens_host), device) for g in groups if g
+    ]
 
 
 def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
@@ -228,10 +282,14 @@ def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
     within = np.arange(int(per.sum())) - np.repeat(np.cumsum(per) - per, per)
     wide = chunks[piece] if most > 1 else np.ones_like(piece)
     sections = dict(
-        request=piece, tile=within // wide, chunk=within % wide,
+        request=piece,
+        tile=within // wide,
+        chunk=within % wide,
         o_start=np.concatenate([[0], np.cumsum(count * (chunks if most > 1 else 1))]),
-        chunk_keys=np.array([CHUNK_KEYS]), total_rows=np.array([rows]),
-        merge_start=np.concatenate([[0], np.cumsum(np.repeat(chunks, count))]), valid=np.ones(1, dtype=np.int64),
+        chunk_keys=np.array([CHUNK_KEYS]),
+        total_rows=np.array([rows]),
+        merge_start=np.concatenate([[0], np.cumsum(np.repeat(chunks, count))]),
+        valid=np.ones(1, dtype=np.int64),
     )
     offsets, size = _pack({name: len(section) for name, section in sections.items()})
     indptr = np.concatenate([request, [num_requests]]) * table_width
@@ -255,8 +313,16 @@ def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
 
 
 def run(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, block_table: torch.Tensor,
-    launches: list[Launch], workspace: torch.Tensor, *, scale: float, softcap: float = 0.0,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    launches: list[Launch],
+    workspace: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Run planned launches.
 
@@ -275,10 +341,34 @@ def run(
     module = kernel(q.dtype, q.shape[2], softcap > 0)
     for launch in launches:
         module.paged_run(
-            workspace, launch.ints, launch.plan, q[launch.rows], k_cache, v_cache, launch.qo_indptr,
-            launch.kv_indptr, block_table.view(-1), launch.last_page_len, out[launch.rows], None, _CAUSAL, _NHD,
-            -1, False,
-            None, None, None, None, None, None, None, None,  # custom mask, ALiBi, multi-item, cache scales
-            softcap, scale, 1.0, 1.0, 0,
+            workspace,
+            launch.ints,
+            launch.plan,
+            q[launch.rows],
+            k_cache,
+            v_cache,
+            launch.qo_indptr,
+            launch.kv_indptr,
+            block_table.view(-1),
+            launch.last_page_len,
+            out[launch.rows],
+            None,
+            _CAUSAL,
+            _NHD,
+            -1,
+            False,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,  # custom mask, ALiBi, multi-item, cache scales
+            softcap,
+            scale,
+            1.0,
+            1.0,
+            0,
         )
     return out

@@ -33,6 +33,9 @@ SMALL_BLOCK = 64
 
 CANONICAL_ROWS = 16
 
+ALIGNED = 64
+"""Odd N and K are padded to multiples of this where the plain product of an odd shape keeps no order."""
+
 
 def row_counts() -> tuple[int, ...]:
     """Candidate row counts: every one up to 32, then ever coarser, so that padding costs at most a fifth."""
@@ -67,10 +70,40 @@ def _prepare_torch(
     return run
 
 
+def _prepare_torch_padded(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None:
+    n, k = weight.shape
+    more_n, more_k = -n % ALIGNED, -k % ALIGNED
+    if not more_n and not more_k:
+        return None
+    padded = torch.nn.functional.pad(weight, (0, more_k, 0, more_n))
+
+    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        wide_bias = None if bias is None else torch.nn.functional.pad(bias, (0, more_n))
+        out.copy_(torch.nn.functional.linear(torch.nn.functional.pad(x, (0, more_k)), padded, wide_bias)[:, :n])
+
+    return run
+
+
+def _prepare_torch_rows(
+    weight: torch.Tensor,
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
+    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        for index in range(len(x)):  # a copy: vendor code may look at a row's alignment
+            out[index] = torch.nn.functional.linear(x[index : index + 1].clone(), weight, bias)[0]
+
+    return run
+
+
 @hookimpl(trylast=True)
 def det_plugin_cpu_linear_kernels() -> list[LinearKernel]:
-    """PyTorch's own product, on unpacked weights: the last resort."""
-    return [LinearKernel("torch", _prepare_torch)]
+    """PyTorch's own product on unpacked weights: as it is, padded to aligned sizes, and a row at a time."""
+    return [
+        LinearKernel("torch", _prepare_torch),
+        LinearKernel("torch_padded", _prepare_torch_padded),
+        LinearKernel("torch_rows", _prepare_torch_rows),
+    ]
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

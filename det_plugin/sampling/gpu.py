@@ -232,9 +232,7 @@ def _sample_list(
             done = tl.sum(tl.where(before, w, 0), axis=0) < target
             if done == 0:
                 keep = before
-                _best, chosen = pick(
-                    tl.where(keep, score, float("-inf")), tl.where(keep, token, 2147483647)
-                )
+                _best, chosen = pick(tl.where(keep, score, float("-inf")), tl.where(keep, token, 2147483647))
     return chosen
 
 

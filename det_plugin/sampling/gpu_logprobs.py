@@ -113,9 +113,7 @@ def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     return ids.gather(1, order)
 
 
-def scores(
-    logits: torch.Tensor, tokens: torch.Tensor, columns: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scores(logits: torch.Tensor, tokens: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of chosen ids, and the rank of each row's own token.
 
     Args:

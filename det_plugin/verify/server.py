@@ -240,6 +240,4 @@ class VllmServer:
 
     def _failure(self, what: str) -> str:
         kind = "deterministic" if self.deterministic else "stock"
-        return (
-            f"{kind} server on {self.base_url} {what}; log {self.log_path}, last lines:\n{self.log_tail(25)}"
-        )
+        return f"{kind} server on {self.base_url} {what}; log {self.log_path}, last lines:\n{self.log_tail(25)}"

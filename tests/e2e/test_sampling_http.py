@@ -87,14 +87,12 @@ def test_n_and_several_prompts(client, model):
 
 
 def test_resume(client, model):
-    prompt_ids = client.post(
-        "/completions", json={**BASE, "model": model, "max_tokens": 1, "logprobs": None}
-    ).json()["choices"][0]["prompt_token_ids"]
+    prompt_ids = client.post("/completions", json={**BASE, "model": model, "max_tokens": 1, "logprobs": None}).json()[
+        "choices"
+    ][0]["prompt_token_ids"]
     whole = ask(client, model, prompt=prompt_ids, seed=11, temperature=1)[0]
     for cut in range(1, 32, 3):
-        part = ask(
-            client, model, prompt=prompt_ids + whole[0][:cut], seed=11, temperature=1, max_tokens=32 - cut
-        )[0]
+        part = ask(client, model, prompt=prompt_ids + whole[0][:cut], seed=11, temperature=1, max_tokens=32 - cut)[0]
         assert part[0] == whole[0][cut:]
         assert part[1]["token_logprobs"] == whole[1]["token_logprobs"][cut:]
 

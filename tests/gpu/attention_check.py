@@ -26,8 +26,31 @@ from det_plugin.attention import fa3, flashinfer, reference, triton_paged
 
 DEV = "cuda"
 HEADS = [(32, 8, 128), (9, 3, 64), (16, 8, 128), (8, 4, 256), (28, 4, 128), (8, 1, 128), (12, 12, 64), (16, 4, 96)]
-CONTEXTS = [1, 2, 17, 63, 64, 65, 77, 127, 128, 129, 511, 512, 513, 700, 1000, 2047, 2048, 2049, 3000, 5000,
-            8191, 20000, 40000]
+CONTEXTS = [
+    1,
+    2,
+    17,
+    63,
+    64,
+    65,
+    77,
+    127,
+    128,
+    129,
+    511,
+    512,
+    513,
+    700,
+    1000,
+    2047,
+    2048,
+    2049,
+    3000,
+    5000,
+    8191,
+    20000,
+    40000,
+]
 MAX_CONTEXT = 40960
 CHUNK = 37  # query rows of the prefill chunks under test
 
@@ -94,8 +117,18 @@ class Triton:
 
     def __call__(self, batch, pool, out, plan=None):
         return triton_paged.paged_attention(
-            batch.q, pool.k, pool.v, out, batch.table, batch.start_dev, batch.lengths_dev,
-            max_query_len=batch.max_query, scale=self.d**-0.5, workspace=self.workspace, **self.kw)
+            batch.q,
+            pool.k,
+            pool.v,
+            out,
+            batch.table,
+            batch.start_dev,
+            batch.lengths_dev,
+            max_query_len=batch.max_query,
+            scale=self.d**-0.5,
+            workspace=self.workspace,
+            **self.kw,
+        )
 
 
 class Fa3:
@@ -111,8 +144,17 @@ class Fa3:
         return fa3.plan_batch(self.layout, batch.start_dev, batch.lengths_dev, batch.start, batch.lengths, MAX_CONTEXT)
 
     def __call__(self, batch, pool, out, plan=None):
-        return fa3.run(batch.q, pool.k, pool.v, out, batch.table, plan or self.prepare(batch), MAX_CONTEXT,
-                       scale=self.d**-0.5, **self.kw)
+        return fa3.run(
+            batch.q,
+            pool.k,
+            pool.v,
+            out,
+            batch.table,
+            plan or self.prepare(batch),
+            MAX_CONTEXT,
+            scale=self.d**-0.5,
+            **self.kw,
+        )
 
 
 class StockTriton:
@@ -135,11 +177,28 @@ class StockTriton:
     def __call__(self, batch, pool, out, plan=None):
         acc, most, total = self.partials
         self.kernel(
-            q=batch.q, k=pool.k, v=pool.v, out=out, cu_seqlens_q=batch.start_dev, max_seqlen_q=batch.max_query,
-            seqused_k=batch.lengths_dev, max_seqlen_k=int(batch.lengths.max()), softmax_scale=self.d**-0.5,
-            causal=True, window_size=(-1, -1), block_table=batch.table, softcap=0.0, q_descale=None, k_descale=None,
-            v_descale=None, seq_threshold_3D=self.threshold, num_par_softmax_segments=16, softmax_segm_output=acc,
-            softmax_segm_max=most, softmax_segm_expsum=total)
+            q=batch.q,
+            k=pool.k,
+            v=pool.v,
+            out=out,
+            cu_seqlens_q=batch.start_dev,
+            max_seqlen_q=batch.max_query,
+            seqused_k=batch.lengths_dev,
+            max_seqlen_k=int(batch.lengths.max()),
+            softmax_scale=self.d**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=batch.table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            seq_threshold_3D=self.threshold,
+            num_par_softmax_segments=16,
+            softmax_segm_output=acc,
+            softmax_segm_max=most,
+            softmax_segm_expsum=total,
+        )
         return out
 
 
@@ -160,8 +219,9 @@ class FlashInfer:
         return flashinfer.plan_rows(self.layout, batch.start, batch.lengths, width, DEV, self.workspace.numel())
 
     def __call__(self, batch, pool, out, plan=None):
-        return flashinfer.run(batch.q, pool.k, pool.v, out, batch.table, plan or self.prepare(batch), self.workspace,
-                              scale=self.d**-0.5)
+        return flashinfer.run(
+            batch.q, pool.k, pool.v, out, batch.table, plan or self.prepare(batch), self.workspace, scale=self.d**-0.5
+        )
 
 
 class StockFa3:
@@ -178,21 +238,78 @@ class StockFa3:
         if self.splits == 1:
             return None
         return torch.ops._vllm_fa3_C.get_scheduler_metadata(
-            len(batch.lengths), batch.max_query, int(batch.lengths.max()), self.h, self.hk, self.d, self.d,
-            self.dtype, batch.lengths_dev, batch.start_dev, None, None, None, None, self.page, 0, True, -1, -1,
-            False, self.splits, None, 0)
+            len(batch.lengths),
+            batch.max_query,
+            int(batch.lengths.max()),
+            self.h,
+            self.hk,
+            self.d,
+            self.d,
+            self.dtype,
+            batch.lengths_dev,
+            batch.start_dev,
+            None,
+            None,
+            None,
+            None,
+            self.page,
+            0,
+            True,
+            -1,
+            -1,
+            False,
+            self.splits,
+            None,
+            0,
+        )
 
     def __call__(self, batch, pool, out, plan=None):
         torch.ops._vllm_fa3_C.fwd(
-            batch.q, pool.k, pool.v, None, None, None, out, batch.start_dev, None, None, None, batch.lengths_dev,
-            batch.max_query, int(batch.lengths.max()), batch.table, None, None, None, None, None, None, None, None,
-            self.d**-0.5, True, -1, -1, 0.0, True, plan, self.splits, None, 0, None, 1, 0, None)
+            batch.q,
+            pool.k,
+            pool.v,
+            None,
+            None,
+            None,
+            out,
+            batch.start_dev,
+            None,
+            None,
+            None,
+            batch.lengths_dev,
+            batch.max_query,
+            int(batch.lengths.max()),
+            batch.table,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            self.d**-0.5,
+            True,
+            -1,
+            -1,
+            0.0,
+            True,
+            plan,
+            self.splits,
+            None,
+            0,
+            None,
+            1,
+            0,
+            None,
+        )
         return out
 
 
 def make(name, heads, page, **kw):
-    return {"triton": Triton, "fa3": Fa3, "flashinfer": FlashInfer,
-            "stock_triton": StockTriton}[name](heads, page, **kw)
+    return {"triton": Triton, "fa3": Fa3, "flashinfer": FlashInfer, "stock_triton": StockTriton}[name](
+        heads, page, **kw
+    )
 
 
 def differs(a, b):
@@ -253,8 +370,9 @@ def phases_check(runner, heads, page, length=9000, seed=1):
             batch = Batch([Request(q[a:b], pages, b)], page)
             bad += differs(runner(batch, pool, torch.full_like(batch.q, 7)), full[a:b])
             count += 1
-    positions = sorted({0, 1, 15, 16, 63, 64, 127, 128, 511, 512, 2047, 2048, 2049, 4095, 4096, length - 1,
-                        *range(5, length, 97)})
+    positions = sorted(
+        {0, 1, 15, 16, 63, 64, 127, 128, 511, 512, 2047, 2048, 2049, 4095, 4096, length - 1, *range(5, length, 97)}
+    )
     positions = [p for p in positions if p < length]
     for a in range(0, len(positions), 64):
         group = positions[a : a + 64]
@@ -279,7 +397,8 @@ def graph_check(name, heads, page, seed=2):
     table = torch.zeros(reqs, width, dtype=torch.int32, device=DEV)
     if name == "triton":
         launch = lambda: triton_paged.paged_attention(
-            q, pool.k, pool.v, out, table, start, lens, max_query_len=1, scale=d**-0.5, workspace=runner.workspace)
+            q, pool.k, pool.v, out, table, start, lens, max_query_len=1, scale=d**-0.5, workspace=runner.workspace
+        )
         refresh = lambda: None
     elif name == "fa3":
         buffers = [torch.zeros(4 * fa3.MAX_SEQUENCES + 4, dtype=torch.int32, device=DEV)]
@@ -365,17 +484,36 @@ def bits(backends, checks, flashinfer_dims, save):
             for page in (16, 128) if heads in HEADS[:4] else (16,):
                 r = make(name, heads, page)
                 count, bad = phases_check(r, heads, page)
-                checks.append(dict(name=f"decode = prefill = chunks, page {page}", model=label, backend=name,
-                                   comparisons=count, mismatches=bad))
+                checks.append(
+                    dict(
+                        name=f"decode = prefill = chunks, page {page}",
+                        model=label,
+                        backend=name,
+                        comparisons=count,
+                        mismatches=bad,
+                    )
+                )
             count, bad = graph_check(name, heads, 16)
-            checks.append(dict(name="CUDA graph = eager", model=label, backend=name, comparisons=count,
-                               mismatches=bad, relative_error=accuracy(runner, heads, 16)))
+            checks.append(
+                dict(
+                    name="CUDA graph = eager",
+                    model=label,
+                    backend=name,
+                    comparisons=count,
+                    mismatches=bad,
+                    relative_error=accuracy(runner, heads, 16),
+                )
+            )
             for c in checks:
                 c["negative_control_mismatches"] = control
             save()
             mine = [c["mismatches"] for c in checks if c["model"] == label and c["backend"] == name]
-            print(f"{label:40s} {name:10s}", mine,
-                  f"err {checks[-1]['relative_error']:.2e} {time.time() - t0:.1f} s", flush=True)
+            print(
+                f"{label:40s} {name:10s}",
+                mine,
+                f"err {checks[-1]['relative_error']:.2e} {time.time() - t0:.1f} s",
+                flush=True,
+            )
     print(f"bits: {time.time() - begun:.0f} s", flush=True)
     return control > 0 and not any(c["mismatches"] for c in checks)
 
@@ -400,8 +538,18 @@ def timed(functions, reps):
     return {n: (statistics.median(t), max(t) - min(t)) for n, t in times.items()}
 
 
-CASES = [("decode", 1, 640), ("decode", 8, 640), ("decode", 64, 640), ("decode", 256, 640), ("decode", 1, 2000),
-         ("decode", 16, 4000), ("decode", 1, 30000), ("decode", 4, 30000), ("prefill", 8, 4096), ("prefill", 1, 8192)]
+CASES = [
+    ("decode", 1, 640),
+    ("decode", 8, 640),
+    ("decode", 64, 640),
+    ("decode", 256, 640),
+    ("decode", 1, 2000),
+    ("decode", 16, 4000),
+    ("decode", 1, 30000),
+    ("decode", 4, 30000),
+    ("prefill", 8, 4096),
+    ("prefill", 1, 8192),
+]
 
 
 def speed(backends, results, save, heads=(32, 8, 128), page=16):
@@ -454,8 +602,11 @@ def environment(commit):
     env = dict(
         gpu=torch.cuda.get_device_name(),
         driver=run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        torch=torch.__version__, triton=triton.__version__, commit=commit or run("git", "rev-parse", "HEAD"),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        torch=torch.__version__,
+        triton=triton.__version__,
+        commit=commit or run("git", "rev-parse", "HEAD"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
     from importlib import metadata
 
     for name, package in (("vllm", "vllm"), ("flashinfer", "flashinfer-python")):
@@ -468,8 +619,14 @@ def environment(commit):
 
 def warm(part, parts):
     """Compile a share of the Triton variants; processes side by side fill the shared cache."""
-    jobs = [(heads, page, rows, shared) for heads in HEADS for page in (16, 128) for rows in (1, 300)
-            for shared in (False, True) if page == 16 or heads in HEADS[:4]]
+    jobs = [
+        (heads, page, rows, shared)
+        for heads in HEADS
+        for page in (16, 128)
+        for rows in (1, 300)
+        for shared in (False, True)
+        if page == 16 or heads in HEADS[:4]
+    ]
     for heads, page, rows, shared in jobs[part::parts]:
         pool = Pool(heads[1], heads[2], page, 64 * page)
         q = torch.randn(rows, heads[0], heads[2], device=DEV, dtype=torch.bfloat16)
@@ -512,8 +669,12 @@ def main() -> int:
         dims = [int(d) for d in args.flashinfer_dims.split(",")]
         good = bits(backends, checks, dims, lambda: write("attention_invariance.json", checks=checks))
         worst = max(c["mismatches"] for c in checks)
-        print(f"{sum(c['comparisons'] for c in checks)} comparisons, {worst} mismatches in the worst check, control",
-              checks[0]["negative_control_mismatches"], "SAME" if good else "DIFFERENT", flush=True)
+        print(
+            f"{sum(c['comparisons'] for c in checks)} comparisons, {worst} mismatches in the worst check, control",
+            checks[0]["negative_control_mismatches"],
+            "SAME" if good else "DIFFERENT",
+            flush=True,
+        )
     if "speed" in args.only:
         cases: list[dict] = []
         compared = args.compare.split(",") if args.compare else []

@@ -30,8 +30,11 @@ def batch(heads, kv_heads, dim, query_lens, lengths, page, exact, seed=0, poison
     k_cache, v_cache = kv.transpose(1, 2).split(dim, -1)
     order = torch.randperm(kv.shape[0] - 1, generator=torch.Generator().manual_seed(seed)).int() + 1  # page 0: poison
     table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
-    draw = (lambda *s: torch.randint(-2, 3, s, generator=g).half()) if exact else (
-        lambda *s: torch.randn(*s, generator=g).half())
+    draw = (
+        (lambda *s: torch.randint(-2, 3, s, generator=g).half())
+        if exact
+        else (lambda *s: torch.randn(*s, generator=g).half())
+    )
     at, keys, values = 0, [], []
     for i, (n, c) in enumerate(zip(lengths, counts, strict=True)):
         table[i, :c] = order[at : at + c]
@@ -44,8 +47,16 @@ def batch(heads, kv_heads, dim, query_lens, lengths, page, exact, seed=0, poison
         values.append(v)
     q = draw(sum(query_lens), heads, dim)
     start = torch.tensor([0, *np.cumsum(query_lens).tolist()], dtype=torch.int32)
-    return dict(q=q, k_cache=k_cache, v_cache=v_cache, table=table, start=start,
-                lens=torch.tensor(lengths, dtype=torch.int32), keys=keys, values=values)
+    return dict(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        table=table,
+        start=start,
+        lens=torch.tensor(lengths, dtype=torch.int32),
+        keys=keys,
+        values=values,
+    )
 
 
 def launch(b, schedules, shared=False, **kw):
@@ -53,8 +64,18 @@ def launch(b, schedules, shared=False, **kw):
     out = torch.full_like(b["q"], 7)
     workspace = triton_paged.make_workspace(heads, dim, 4096, "cpu") if shared else None
     triton_paged.paged_attention(
-        b["q"], b["k_cache"], b["v_cache"], out, b["table"], b["start"], b["lens"],
-        max_query_len=int((b["start"][1:] - b["start"][:-1]).max()), workspace=workspace, schedules=schedules, **kw)
+        b["q"],
+        b["k_cache"],
+        b["v_cache"],
+        out,
+        b["table"],
+        b["start"],
+        b["lens"],
+        max_query_len=int((b["start"][1:] - b["start"][:-1]).max()),
+        workspace=workspace,
+        schedules=schedules,
+        **kw,
+    )
     if workspace is not None:
         assert not workspace.tickets.any()
     return out
@@ -123,8 +144,9 @@ def main() -> None:
             for i, n in enumerate(args[4]):
                 rows = slice(int(b["start"][i]), int(b["start"][i + 1]))
                 if n:
-                    ref = reference.attention_reference(b["q"][rows], b["keys"][i], b["values"][i],
-                                                        scale=dim**-0.5, **options)
+                    ref = reference.attention_reference(
+                        b["q"][rows], b["keys"][i], b["values"][i], scale=dim**-0.5, **options
+                    )
                     worst = max(worst, float((out[rows].double() - ref).norm() / ref.norm()))
             found[f"error {name}{' shared' if shared else ''}"] = worst
 
@@ -139,20 +161,31 @@ def main() -> None:
     singles = chunks = 0
     for row in (0, 1, 33, 69):
         end = length - 70 + row + 1
-        one = dict(b, q=b["q"][row : row + 1], start=torch.tensor([0, 1], dtype=torch.int32),
-                   lens=torch.tensor([end], dtype=torch.int32))
+        one = dict(
+            b,
+            q=b["q"][row : row + 1],
+            start=torch.tensor([0, 1], dtype=torch.int32),
+            lens=torch.tensor([end], dtype=torch.int32),
+        )
         for shared in (False, True):
             singles += different(launch(one, TALL, shared, scale=scale)[0], base[row])
     for first, last in ((0, 25), (25, 70)):
-        part = dict(b, q=b["q"][first:last], start=torch.tensor([0, last - first], dtype=torch.int32),
-                    lens=torch.tensor([length - 70 + last], dtype=torch.int32))
+        part = dict(
+            b,
+            q=b["q"][first:last],
+            start=torch.tensor([0, last - first], dtype=torch.int32),
+            lens=torch.tensor([length - 70 + last], dtype=torch.int32),
+        )
         chunks += different(launch(part, TALL, scale=scale), base[first:last])
     found["decode"], found["chunks"] = singles, chunks
     rows = [0, 37, 69]
     k, v = b["keys"][0].numpy(), b["values"][0].numpy()
-    for name, options, kw in (("order", {}, {}), ("window order", dict(window=600), dict(window=600)),
-                              ("control: wrong segments", {}, dict(segment=192)),
-                              ("control: wrong blocks", {}, dict(block=128))):
+    for name, options, kw in (
+        ("order", {}, {}),
+        ("window order", dict(window=600), dict(window=600)),
+        ("control: wrong segments", {}, dict(segment=192)),
+        ("control: wrong blocks", {}, dict(block=128)),
+    ):
         out = launch(b, TALL, scale=scale, **options) if options else base
         found[name] = 0
         for row in rows:

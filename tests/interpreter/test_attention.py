@@ -28,8 +28,21 @@ def test_accuracy_against_float64(found, name, how):
 
 
 @pytest.mark.parametrize(
-    "name", ["tile height", "shared tiles", "page size", "decode", "chunks", "order", "window order", "neighbours",
-             "freed pages", "padding rows written", "nan"])
+    "name",
+    [
+        "tile height",
+        "shared tiles",
+        "page size",
+        "decode",
+        "chunks",
+        "order",
+        "window order",
+        "neighbours",
+        "freed pages",
+        "padding rows written",
+        "nan",
+    ],
+)
 def test_no_bit_differs(found, name):
     assert found[name] == 0
 

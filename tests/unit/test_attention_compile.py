@@ -25,9 +25,21 @@ def compiled(group, kv_heads, dim, page, which, shared, window=0, softcap=False,
     kernel = triton_paged._paged_attention_kernel
     schedule = getattr(default_schedules(dim, group, page), which)
     constants = dict(
-        GROUP=group, HK=kv_heads, D=dim, D_PAD=triton.next_power_of_2(dim), PAGE=page, WINDOW=window,
-        SOFTCAP=softcap, SINKS=sinks, BLOCK_M=schedule.block_m, BLOCK_N=BLOCK_KEYS, SEGMENT=SEGMENT_KEYS,
-        ONES=triton_paged._ONES, FEW=which != "many", SHARED=shared)
+        GROUP=group,
+        HK=kv_heads,
+        D=dim,
+        D_PAD=triton.next_power_of_2(dim),
+        PAGE=page,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        SINKS=sinks,
+        BLOCK_M=schedule.block_m,
+        BLOCK_N=BLOCK_KEYS,
+        SEGMENT=SEGMENT_KEYS,
+        ONES=triton_paged._ONES,
+        FEW=which != "many",
+        SHARED=shared,
+    )
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -43,14 +55,24 @@ def compiled(group, kv_heads, dim, page, which, shared, window=0, softcap=False,
         if name.endswith("_ptr") or ("stride" in name and name != "table_stride"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
-        options=dict(num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False))
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options=dict(num_warps=schedule.num_warps, num_stages=schedule.num_stages, enable_fp_fusion=False),
+    )
 
 
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dim", "page"),
-    [(4, 8, 128, 16), (4, 8, 128, 64), (3, 3, 64, 16), (2, 4, 256, 16), (4, 4, 96, 32), (8, 1, 128, 16),
-     (1, 12, 64, 48)])
+    [
+        (4, 8, 128, 16),
+        (4, 8, 128, 64),
+        (3, 3, 64, 16),
+        (2, 4, 256, 16),
+        (4, 4, 96, 32),
+        (8, 1, 128, 16),
+        (1, 12, 64, 48),
+    ],
+)
 def test_every_schedule_compiles(group, kv_heads, dim, page):
     for which, shared in (("few", False), ("few", True), ("scarce", True), ("many", False), ("many", True)):
         kernel = compiled(group, kv_heads, dim, page, which, shared)

@@ -26,8 +26,12 @@ def rows_of(launches):
                 row = launch.rows.start + start + k
                 assert row not in seen
                 last = int(launch.seqused_k[i]) - int(launch.seqused_q[i]) + k
-                seen[row] = (launch.num_splits, int(LAYOUT.splits(int(launch.seqused_k[i]))), last,
-                             int(launch.kv_batch_idx[i]))
+                seen[row] = (
+                    launch.num_splits,
+                    int(LAYOUT.splits(int(launch.seqused_k[i]))),
+                    last,
+                    int(launch.kv_batch_idx[i]),
+                )
     return seen
 
 
@@ -85,10 +89,15 @@ def decode_plan(launch, reqs):
     entries = launch.plan[0]
     raw = launch.ints.view(torch.uint8)
     take = lambda at, n: raw[at : at + 4 * n].view(torch.int32).tolist()
-    return dict(request=take(launch.plan[4], entries), tile=take(launch.plan[5], entries),
-                chunk=take(launch.plan[6], entries), merge=take(launch.plan[7], launch.plan[1] + 1),
-                o=take(launch.plan[8], reqs + 1), keys=take(launch.plan[9], 1),
-                valid=raw[launch.plan[12] : launch.plan[12] + entries].tolist())
+    return dict(
+        request=take(launch.plan[4], entries),
+        tile=take(launch.plan[5], entries),
+        chunk=take(launch.plan[6], entries),
+        merge=take(launch.plan[7], launch.plan[1] + 1),
+        o=take(launch.plan[8], reqs + 1),
+        keys=take(launch.plan[9], 1),
+        valid=raw[launch.plan[12] : launch.plan[12] + entries].tolist(),
+    )
 
 
 def length_of(launch, i):
@@ -115,7 +124,10 @@ def test_flashinfer_padding_launches_nothing_valid():
     launch = flashinfer.plan_decode(FI, start, torch.tensor([3000, 5, 0, 0], dtype=torch.int32), 8192, WIDTH)[0]
     plan = decode_plan(launch, 4)
     assert [(r, c) for r, c, v in zip(plan["request"], plan["chunk"], plan["valid"], strict=True) if v] == [
-        (0, 0), (0, 1), (1, 0)]
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
     assert plan["merge"] == [0, 2, 3, 3, 3]
 
 
@@ -153,17 +165,23 @@ def test_flashinfer_cuts_a_batch_to_the_users_workspace():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(head_dim=72), "head size 72"), (dict(dtype="float32"), "dtype float32"),
-        (dict(kv_cache_dtype="fp8"), "kv-cache dtype fp8"), (dict(page_size=24), "block size 24"),
-        (dict(mla=True), "latent"), (dict(attn_type="encoder_only"), "encoder_only"), (dict(alibi=True), "ALiBi"),
-        (dict(compute_capability=(7, 5)), "capability 7.5"), (dict(scale=0.0), "scale 0.0"),
+        (dict(head_dim=72), "head size 72"),
+        (dict(dtype="float32"), "dtype float32"),
+        (dict(kv_cache_dtype="fp8"), "kv-cache dtype fp8"),
+        (dict(page_size=24), "block size 24"),
+        (dict(mla=True), "latent"),
+        (dict(attn_type="encoder_only"), "encoder_only"),
+        (dict(alibi=True), "ALiBi"),
+        (dict(compute_capability=(7, 5)), "capability 7.5"),
+        (dict(scale=0.0), "scale 0.0"),
         (dict(num_heads=9, num_kv_heads=2), "9 query heads"),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer"])
 def test_refusals_name_the_feature_and_the_way_out(backend, change, message):
-    good = dict(head_dim=128, dtype="bfloat16", page_size=16, scale=0.1, num_heads=8, num_kv_heads=2,
-                compute_capability=(9, 0))
+    good = dict(
+        head_dim=128, dtype="bfloat16", page_size=16, scale=0.1, num_heads=8, num_kv_heads=2, compute_capability=(9, 0)
+    )
     check_config(backend, **good)
     with pytest.raises(UnsupportedError, match=message) as caught:
         check_config(backend, **{**good, **change})

@@ -41,10 +41,7 @@ def generator_order_sample(rows, logits):
     generator = torch.Generator().manual_seed(0)
     noise_ = torch.empty(len(rows), VOCAB).exponential_(generator=generator).numpy()
     return np.array(
-        [
-            int(np.argmax(np.exp(x - x.max()) / q))
-            for x, q in zip(logits.astype(np.float64), noise_, strict=True)
-        ]
+        [int(np.argmax(np.exp(x - x.max()) / q)) for x, q in zip(logits.astype(np.float64), noise_, strict=True)]
     )
 
 
@@ -178,9 +175,7 @@ def test_row_23_decode_and_prefill_logprobs_are_equal():
     tokens = sample([OWN._replace(position=p) for p in range(16)], LOGITS[:16])[:, None]
     decode = np.concatenate(
         [
-            cpu_logprobs.token_logprobs(
-                LOGITS[i : i + 1], cpu_logprobs.logsumexp(LOGITS[i : i + 1]), tokens[i : i + 1]
-            )
+            cpu_logprobs.token_logprobs(LOGITS[i : i + 1], cpu_logprobs.logsumexp(LOGITS[i : i + 1]), tokens[i : i + 1])
             for i in range(16)
         ]
     )

@@ -66,13 +66,9 @@ def make_sampler_class() -> type:
             cpu.warm_up()
             cpu_logprobs.warm_up()
 
-        def forward(
-            self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None
-        ) -> Any:
+        def forward(self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None) -> Any:
             mode = logprobs_mode_override or self.logprobs_mode
-            wants = (
-                sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids
-            )
+            wants = sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids
             scores = None
             if wants and mode in ("raw_logprobs", "raw_logits"):
                 scores = rows(logits)
@@ -128,9 +124,7 @@ def make_sampler_class() -> type:
         def _draw(self, logits, metadata, params, want_processed: bool) -> tuple[np.ndarray, Any]:
             greedy = params.greedy.copy()
             if not greedy.all():
-                custom = [
-                    p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)
-                ]
+                custom = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
                 if custom:  # they expect scaled logits; greedy rows are taken before, as in the host
                     sampled_greedy = cpu.greedy(rows(logits)) if greedy.any() else None
                     logits = logits * torch.from_numpy(params.scale).unsqueeze(1)

@@ -72,9 +72,7 @@ def make_sampler_class() -> type:
             min_p = sampling_params.min_p
             self.det_log_min_p.np[req_idx] = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
             self.det_filtered[req_idx] = sampling_params.temperature >= GREEDY_EPS and (
-                min_p > 0
-                or states.top_k.np[req_idx] != states.vocab_size
-                or states.top_p.np[req_idx] < 1.0
+                min_p > 0 or states.top_k.np[req_idx] != states.vocab_size or states.top_p.np[req_idx] < 1.0
             )
 
         def apply_staged_writes(self) -> None:
@@ -122,9 +120,7 @@ def make_sampler_class() -> type:
                 filtered=bool(some.any()),
                 with_top_k=with_top_k,
             )
-            if self.return_sampling_mask or (
-                return_logprobs and self.logprobs_mode in PROCESSED_LOGPROBS_MODES
-            ):
+            if self.return_sampling_mask or (return_logprobs and self.logprobs_mode in PROCESSED_LOGPROBS_MODES):
                 rows = expanded_idx_mapping.long()
                 logits = masked_logits(
                     logits,

@@ -49,6 +49,7 @@ def host_name(name: str) -> str:
     found = BACKENDS.get(name.lower(), name.upper())
     if found not in CLASSES:
         known = ", ".join([*BACKENDS, *CLASSES])
-        raise UnsupportedError(f"attention backend {name}", f"invariant ones are {known}",
-                               "pass --attention-backend with one of these")
+        raise UnsupportedError(
+            f"attention backend {name}", f"invariant ones are {known}", "pass --attention-backend with one of these"
+        )
     return found

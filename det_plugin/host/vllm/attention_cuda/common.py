@@ -30,19 +30,40 @@ class Refusals:
 
     @classmethod
     def validate_configuration(
-        cls, *, head_size, dtype, kv_cache_dtype=None, block_size=None, use_mla=False, has_sink=False,
-        use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False, device_capability=None,
-        attn_type="decoder", has_sliding_window=False, use_non_causal=False, use_pcp=False, use_dcp=False,
-        use_rswa=False, **_other,
+        cls,
+        *,
+        head_size,
+        dtype,
+        kv_cache_dtype=None,
+        block_size=None,
+        use_mla=False,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type="decoder",
+        has_sliding_window=False,
+        use_non_causal=False,
+        use_pcp=False,
+        use_dcp=False,
+        use_rswa=False,
+        **_other,
     ) -> list[str]:
         """Raises UnsupportedError when the layer is not proven; otherwise there is nothing to object."""
         capability = None
         if device_capability is not None:
             capability = (device_capability.major, device_capability.minor)
         check_config(
-            cls.det_backend, head_dim=head_size, dtype=dtype_name(dtype),
-            kv_cache_dtype=kv_cache_dtype, page_size=block_size, sinks=has_sink, mla=use_mla or use_sparse,
-            attn_type=getattr(attn_type, "value", str(attn_type)), window=1 if has_sliding_window else 0,
+            cls.det_backend,
+            head_dim=head_size,
+            dtype=dtype_name(dtype),
+            kv_cache_dtype=kv_cache_dtype,
+            page_size=block_size,
+            sinks=has_sink,
+            mla=use_mla or use_sparse,
+            attn_type=getattr(attn_type, "value", str(attn_type)),
+            window=1 if has_sliding_window else 0,
             compute_capability=capability,
         )
         refused = {
@@ -56,22 +77,40 @@ class Refusals:
         for feature, asked in refused.items():
             if asked:
                 raise UnsupportedError(
-                    f"{feature} with the {cls.det_backend} attention backend", "no order is defined for it",
+                    f"{feature} with the {cls.det_backend} attention backend",
+                    "no order is defined for it",
                     "serve without it",
                 )
         return []
 
 
 def check_layer(
-    backend: str, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-    logits_soft_cap, attn_type, sinks,
+    backend: str,
+    num_heads,
+    head_size,
+    scale,
+    num_kv_heads,
+    alibi_slopes,
+    sliding_window,
+    kv_cache_dtype,
+    logits_soft_cap,
+    attn_type,
+    sinks,
 ) -> None:
     """Refuse one layer's arguments; called by each ``AttentionImpl`` while the model is built."""
     dtype = dtype_name(torch.get_default_dtype())
     check_config(
-        backend, head_dim=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, scale=scale, softcap=logits_soft_cap or 0.0, window=sliding_window or 0,
-        sinks=sinks is not None, attn_type=getattr(attn_type, "value", str(attn_type)),
+        backend,
+        head_dim=head_size,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        softcap=logits_soft_cap or 0.0,
+        window=sliding_window or 0,
+        sinks=sinks is not None,
+        attn_type=getattr(attn_type, "value", str(attn_type)),
         alibi=alibi_slopes is not None,
     )
 
@@ -79,9 +118,11 @@ def check_layer(
 def refuse_speculation(backend: str, vllm_config) -> None:
     """Refuse speculative decoding where a plan needs the exact lengths of several rows on the host."""
     if vllm_config is not None and vllm_config.speculative_config is not None:
-        raise UnsupportedError(f"speculative decoding with the {backend} attention backend",
-                               "its plan needs lengths that the host does not know in time",
-                               "choose --attention-backend TRITON_ATTN")
+        raise UnsupportedError(
+            f"speculative decoding with the {backend} attention backend",
+            "its plan needs lengths that the host does not know in time",
+            "choose --attention-backend TRITON_ATTN",
+        )
 
 
 @dataclass
@@ -118,8 +159,15 @@ def batch_metadata(common, extra: Any = None) -> BatchMetadata:
     if common.causal is not True:
         raise UnsupportedError("non-causal attention", "no order is defined for it", "serve without it")
     return BatchMetadata(
-        common.num_actual_tokens, common.max_query_len, common.max_seq_len, common.query_start_loc,
-        common.seq_lens, common.block_table_tensor, common.slot_mapping, True, extra,
+        common.num_actual_tokens,
+        common.max_query_len,
+        common.max_seq_len,
+        common.query_start_loc,
+        common.seq_lens,
+        common.block_table_tensor,
+        common.slot_mapping,
+        True,
+        extra,
     )
 
 

@@ -77,13 +77,18 @@ class InvariantFlashAttentionMetadataBuilder(AttentionMetadataBuilder[BatchMetad
         if common.max_query_len == 1:
             graph = common.num_actual_tokens <= self.graph_rows
             context = self.max_context if graph else max(1, min(common.max_seq_len, self.max_context))
-            return fa3.plan_decode(layout, common.query_start_loc, common.seq_lens, context,
-                                   self.buffers if graph else None)
+            return fa3.plan_decode(
+                layout, common.query_start_loc, common.seq_lens, context, self.buffers if graph else None
+            )
         if common.seq_lens_cpu_upper_bound is None:
             raise HostError("CommonAttentionMetadata.seq_lens_cpu_upper_bound: got None, expected exact lengths")
         return fa3.plan_batch(
-            layout, common.query_start_loc, common.seq_lens, common.query_start_loc_cpu.numpy(),
-            common.seq_lens_cpu_upper_bound.numpy(), self.max_context,
+            layout,
+            common.query_start_loc,
+            common.seq_lens,
+            common.query_start_loc_cpu.numpy(),
+            common.seq_lens_cpu_upper_bound.numpy(),
+            self.max_context,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata) -> BatchMetadata:
@@ -95,16 +100,46 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
     """One layer.  Writing the cache is the host's own kernel: it copies."""
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None, sinks=None,
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
     ):
-        check_layer("fa3", num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
-                    kv_cache_dtype, logits_soft_cap, attn_type, sinks)
+        check_layer(
+            "fa3",
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            sinks,
+        )
         refuse_speculation("fa3", get_current_vllm_config_or_none())
         fa3.load()
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks,
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
         )
         self.supports_quant_query_input = False
         self.window = sliding_window or 0
@@ -113,7 +148,15 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
             logger.info_once("Layers with a sliding window or sinks run the invariant Triton kernel")
 
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
         output_block_scale=None,
     ) -> torch.Tensor:
         """``output[i] = attention(query[i])``; see the host's ``AttentionImpl``."""
@@ -123,17 +166,35 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
         keys, values = cache_views(kv_cache, self.head_size)
         if self.on_triton:
             triton_paged.paged_attention(
-                query[:tokens], keys, values, output[:tokens], attn_metadata.block_table,
-                attn_metadata.query_start_loc, attn_metadata.seq_lens,
-                max_query_len=attn_metadata.max_query_len, scale=self.scale, window=self.window,
-                softcap=self.logits_soft_cap, sinks=self.sinks, workspace=plan.workspace,
+                query[:tokens],
+                keys,
+                values,
+                output[:tokens],
+                attn_metadata.block_table,
+                attn_metadata.query_start_loc,
+                attn_metadata.seq_lens,
+                max_query_len=attn_metadata.max_query_len,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.logits_soft_cap,
+                sinks=self.sinks,
+                workspace=plan.workspace,
             )
             return output
         if plan.launches is None:
             raise HostError("a layer without a window shares its metadata with a group of sliding windows")
         keys, values = canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
-        fa3.run(query[:tokens], keys, values, output[:tokens], attn_metadata.block_table, plan.launches,
-                plan.max_context, scale=self.scale, softcap=self.logits_soft_cap)
+        fa3.run(
+            query[:tokens],
+            keys,
+            values,
+            output[:tokens],
+            attn_metadata.block_table,
+            plan.launches,
+            plan.max_context,
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+        )
         return output
 
 

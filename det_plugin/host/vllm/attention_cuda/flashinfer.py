@@ -81,13 +81,19 @@ class InvariantFlashInferMetadataBuilder(AttentionMetadataBuilder[BatchMetadata]
         if common.max_query_len == 1:
             graph = common.num_actual_tokens <= self.graph_rows
             context = self.max_context if graph else max(1, min(common.max_seq_len, self.max_context))
-            return flashinfer.plan_decode(self.layout, common.query_start_loc, common.seq_lens, context, width,
-                                          self.buffers if graph else None)
+            return flashinfer.plan_decode(
+                self.layout, common.query_start_loc, common.seq_lens, context, width, self.buffers if graph else None
+            )
         if common.seq_lens_cpu_upper_bound is None:
             raise HostError("CommonAttentionMetadata.seq_lens_cpu_upper_bound: got None, expected exact lengths")
-        return flashinfer.plan_rows(self.layout, common.query_start_loc_cpu.numpy(),
-                                    common.seq_lens_cpu_upper_bound.numpy(), width, self.device,
-                                    self.partials.numel())
+        return flashinfer.plan_rows(
+            self.layout,
+            common.query_start_loc_cpu.numpy(),
+            common.seq_lens_cpu_upper_bound.numpy(),
+            width,
+            self.device,
+            self.partials.numel(),
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata) -> BatchMetadata:
         common_attn_metadata.seq_lens.fill_(1)  # long contexts would only make capturing slow
@@ -98,15 +104,47 @@ class InvariantFlashInferImpl(TritonAttentionImpl):
     """One layer.  Writing the cache is the host's Triton kernel: it copies."""
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None, sinks=None, **kwargs,
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **kwargs,
     ):
-        check_layer("flashinfer", num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
-                    kv_cache_dtype, logits_soft_cap, attn_type, sinks)
+        check_layer(
+            "flashinfer",
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            sinks,
+        )
         refuse_speculation("flashinfer", get_current_vllm_config_or_none())
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks, **kwargs,
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+            **kwargs,
         )
         self.supports_quant_query_input = False
         self.window = sliding_window or 0
@@ -119,7 +157,15 @@ class InvariantFlashInferImpl(TritonAttentionImpl):
         return False
 
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
         output_block_scale=None,
     ) -> torch.Tensor:
         """``output[i] = attention(query[i])``; see the host's ``AttentionImpl``."""
@@ -129,16 +175,33 @@ class InvariantFlashInferImpl(TritonAttentionImpl):
         keys, values = cache_views(kv_cache, self.head_size)
         if self.window:
             triton_paged.paged_attention(
-                query[:tokens], keys, values, output[:tokens], attn_metadata.block_table,
-                attn_metadata.query_start_loc, attn_metadata.seq_lens,
-                max_query_len=attn_metadata.max_query_len, scale=self.scale, window=self.window,
-                softcap=self.logits_soft_cap, workspace=plan.workspace,
+                query[:tokens],
+                keys,
+                values,
+                output[:tokens],
+                attn_metadata.block_table,
+                attn_metadata.query_start_loc,
+                attn_metadata.seq_lens,
+                max_query_len=attn_metadata.max_query_len,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.logits_soft_cap,
+                workspace=plan.workspace,
             )
             return output
         if plan.launches is None:
             raise HostError("a layer without a window shares its metadata with a group of sliding windows")
-        flashinfer.run(query[:tokens], keys, values, output[:tokens], attn_metadata.block_table, plan.launches,
-                       plan.partials, scale=self.scale, softcap=self.logits_soft_cap)
+        flashinfer.run(
+            query[:tokens],
+            keys,
+            values,
+            output[:tokens],
+            attn_metadata.block_table,
+            plan.launches,
+            plan.partials,
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+        )
         return output
 
 
@@ -155,8 +218,11 @@ class InvariantFlashInferBackend(Refusals, TritonAttentionBackend):
     def validate_configuration(cls, **asked) -> list[str]:
         """Refuse when FlashInfer is missing; otherwise as :class:`Refusals`."""
         if importlib.util.find_spec("flashinfer") is None:
-            raise UnsupportedError("the flashinfer attention backend", "FlashInfer is not installed",
-                                   "pip install 'det-plugin[flashinfer]', or choose another backend")
+            raise UnsupportedError(
+                "the flashinfer attention backend",
+                "FlashInfer is not installed",
+                "pip install 'det-plugin[flashinfer]', or choose another backend",
+            )
         return super().validate_configuration(**asked)
 
     @staticmethod

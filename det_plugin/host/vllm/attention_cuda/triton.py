@@ -53,8 +53,15 @@ class InvariantTritonMetadataBuilder(AttentionMetadataBuilder[BatchMetadata]):
 
     def update_block_table(self, metadata, blk_table, slot_mapping) -> BatchMetadata:
         return BatchMetadata(
-            metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len,
-            metadata.query_start_loc, metadata.seq_lens, blk_table, slot_mapping, True, metadata.extra,
+            metadata.num_actual_tokens,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            blk_table,
+            slot_mapping,
+            True,
+            metadata.extra,
         )
 
     def update_draft_decode_metadata(self, metadata) -> None:
@@ -65,14 +72,46 @@ class InvariantTritonImpl(TritonAttentionImpl):
     """One layer.  Writing the cache is the host's own kernel: it copies."""
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None, sinks=None, **kwargs,
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **kwargs,
     ):
-        check_layer("triton", num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
-                    kv_cache_dtype, logits_soft_cap, attn_type, sinks)
+        check_layer(
+            "triton",
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            sinks,
+        )
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks, **kwargs,
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+            **kwargs,
         )
         self.supports_quant_query_input = False
         self.window = sliding_window or 0
@@ -81,7 +120,15 @@ class InvariantTritonImpl(TritonAttentionImpl):
         return False
 
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
         output_block_scale=None,
     ) -> torch.Tensor:
         """``output[i] = attention(query[i])`` in the canonical order; see the host's ``AttentionImpl``."""
@@ -90,9 +137,18 @@ class InvariantTritonImpl(TritonAttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         keys, values = cache_views(kv_cache, self.head_size)
         triton_paged.paged_attention(
-            query[:tokens], keys, values, output[:tokens], attn_metadata.block_table,
-            attn_metadata.query_start_loc, attn_metadata.seq_lens, max_query_len=attn_metadata.max_query_len,
-            scale=self.scale, window=self.window, softcap=self.logits_soft_cap, sinks=self.sinks,
+            query[:tokens],
+            keys,
+            values,
+            output[:tokens],
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            max_query_len=attn_metadata.max_query_len,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
             workspace=attn_metadata.extra,
         )
         return output
