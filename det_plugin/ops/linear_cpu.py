@@ -33,8 +33,14 @@ SMALL_BLOCK = 64
 
 CANONICAL_ROWS = 16
 
-ALIGNED = 64
-"""Odd N and K are padded to multiples of this where the plain product of an odd shape keeps no order."""
+CACHE_LINE = 64
+
+STEP = 32
+"""N and K run padded to multiples of this, so that every row starts on a cache line: vendor code may look at the
+alignment of a row, and with it at its place in the call."""
+
+LEAST_N = 64
+"""Least N that runs: a certificate compares enough elements to see a wrong order, also after rounding to bfloat16."""
 
 
 def row_counts() -> tuple[int, ...]:
@@ -70,22 +76,6 @@ def _prepare_torch(
     return run
 
 
-def _prepare_torch_padded(
-    weight: torch.Tensor,
-) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None:
-    n, k = weight.shape
-    more_n, more_k = -n % ALIGNED, -k % ALIGNED
-    if not more_n and not more_k:
-        return None
-    padded = torch.nn.functional.pad(weight, (0, more_k, 0, more_n))
-
-    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        wide_bias = None if bias is None else torch.nn.functional.pad(bias, (0, more_n))
-        out.copy_(torch.nn.functional.linear(torch.nn.functional.pad(x, (0, more_k)), padded, wide_bias)[:, :n])
-
-    return run
-
-
 def _prepare_torch_rows(
     weight: torch.Tensor,
 ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
@@ -98,10 +88,9 @@ def _prepare_torch_rows(
 
 @hookimpl(trylast=True)
 def det_plugin_cpu_linear_kernels() -> list[LinearKernel]:
-    """PyTorch's own product on unpacked weights: as it is, padded to aligned sizes, and a row at a time."""
+    """PyTorch's own product on unpacked weights, as it is and a row at a time: the last resorts."""
     return [
         LinearKernel("torch", _prepare_torch),
-        LinearKernel("torch_padded", _prepare_torch_padded),
         LinearKernel("torch_rows", _prepare_torch_rows),
     ]
 
@@ -148,6 +137,8 @@ class InvariantLinear:
         rows2d = x.reshape(-1, self.k)
         if not rows2d.is_contiguous():
             rows2d = rows2d.contiguous()
+        elif rows2d.data_ptr() % CACHE_LINE:
+            rows2d = rows2d.clone()
         rows = rows2d.shape[0]
         out = x.new_empty((rows, self.n))
         if rows == 0:
@@ -241,6 +232,38 @@ def _certify_kernel(
     )
 
 
+def _widen(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` with N and K filled up to sizes that run: zeros along K, random rows along N."""
+    n, k = weight.shape
+    more_n, more_k = max(LEAST_N, n + -n % STEP) - n, -k % STEP
+    if not more_n and not more_k:
+        return weight
+    wide = torch.nn.functional.pad(weight, (0, more_k, 0, more_n))
+    if more_n:
+        filler = torch.randn(more_n, k, generator=torch.Generator().manual_seed(20250102))
+        wide[n:, :k] = filler.to(weight.dtype)
+    return wide
+
+
+def _narrowed(
+    run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None],
+    shape: tuple[int, int],
+    wide: tuple[int, int],
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
+    """``run`` of a widened weight, for inputs and results of the weight's own shape."""
+    (n, k), (wide_n, wide_k) = shape, wide
+    if shape == wide:
+        return run
+
+    def narrow(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        result = x.new_empty((len(x), wide_n))
+        wide_bias = None if bias is None else torch.nn.functional.pad(bias, (0, wide_n - n))
+        run(torch.nn.functional.pad(x, (0, wide_k - k)), wide_bias, result)
+        out.copy_(result[:, :n])
+
+    return narrow
+
+
 def prepare_linear(
     weight: torch.Tensor,
     with_bias: bool = False,
@@ -265,19 +288,21 @@ def prepare_linear(
         )
     kernels = [k for found in plugin_manager().hook.det_plugin_cpu_linear_kernels() for k in found]
     failures = []
+    wide = _widen(weight)
+    shape = (weight.shape[0], weight.shape[1])
     for kernel in kernels:
-        run = kernel.prepare(weight)
+        run = kernel.prepare(wide)
         if run is None:
             continue
         try:
-            certificate = _certify_kernel(kernel, run, weight, with_bias, store, mode)
+            certificate = _certify_kernel(kernel, run, wide, with_bias, store, mode)
         except CertificateError as error:
             if mode == "require":
                 raise
             failures.append(f"{kernel.name}: {error}")
             continue
-        n, k = weight.shape
-        return InvariantLinear(n, k, weight.dtype, kernel.name, run, certificate)
+        bound = _narrowed(run, shape, (wide.shape[0], wide.shape[1]))
+        return InvariantLinear(*shape, weight.dtype, kernel.name, bound, certificate)
     raise CertificateError(
         f"linear ({weight.shape[0]}, {weight.shape[1]}) {weight.dtype}: no kernel keeps one order here: "
         + "; ".join(failures)
