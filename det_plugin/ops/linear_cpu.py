@@ -135,15 +135,21 @@ class InvariantLinear:
         if x.dtype != self.dtype:
             raise ValueError(f"x: got {x.dtype}, expected the weight's {self.dtype}")
         rows2d = x.reshape(-1, self.k)
+        rows = rows2d.shape[0]
+        if rows == 0:
+            return x.new_empty((*x.shape[:-1], self.n))
+        if rows <= self.max_rows and self._padded[rows] != rows:
+            # padding copies the rows, so the copy is dense and aligned
+            target = self._padded[rows]
+            out = x.new_empty((target, self.n))
+            self.run(torch.nn.functional.pad(rows2d, (0, 0, 0, target - rows)), bias, out)
+            return out[:rows].view(*x.shape[:-1], self.n)
         if not rows2d.is_contiguous():
             rows2d = rows2d.contiguous()
         elif rows2d.data_ptr() % CACHE_LINE:
             rows2d = rows2d.clone()
-        rows = rows2d.shape[0]
         out = x.new_empty((rows, self.n))
-        if rows == 0:
-            return out.view(*x.shape[:-1], self.n)
-        if rows <= self.max_rows and self._padded[rows] == rows:
+        if rows <= self.max_rows:
             self.run(rows2d, bias, out)
         else:
             for start in range(0, rows, self.max_rows):
