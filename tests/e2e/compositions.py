@@ -36,12 +36,14 @@ SENTENCES = (
 )
 
 
-def make_pool(seed: int, encode: Any, size: int = 40) -> list[dict[str, Any]]:
+def make_pool(seed: int, encode: Any, size: int = 40, vocabulary: int = VOCABULARY) -> list[dict[str, Any]]:
     """``size`` requests, JSON-able: ``{"prompt": [token ids], "params": {...}}``.
 
     Args:
         seed: of everything.
         encode: text to token ids.
+        size: number of requests.
+        vocabulary: token ids are taken modulo this.
     """
     rng = random.Random(f"pool {seed}")
     text = [encode(sentence + " ") for sentence in SENTENCES]
@@ -66,7 +68,8 @@ def make_pool(seed: int, encode: Any, size: int = 40) -> list[dict[str, Any]]:
             prompt = rng.choice(shared) + tokens(rng.randint(1, 60))
         else:
             prompt = tokens(rng.randint(200, 700))
-        pool.append({"prompt": prompt, "params": make_params(rng, index)})
+        prompt = [token % vocabulary for token in prompt]
+        pool.append({"prompt": prompt, "params": make_params(rng, index, vocabulary)})
     return pool
 
 
@@ -82,7 +85,7 @@ def greedy_pool(pool: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def make_params(rng: random.Random, index: int) -> dict[str, Any]:
+def make_params(rng: random.Random, index: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Keyword arguments of ``SamplingParams``."""
     params: dict[str, Any] = {"max_tokens": rng.choice((4, 12, 24, 40)), "ignore_eos": True, "logprobs": 0}
     params["temperature"] = 0.0 if index % 2 else rng.choice((0.3, 0.8, 1.0, 1.5))
@@ -101,7 +104,7 @@ def make_params(rng: random.Random, index: int) -> dict[str, Any]:
     if rng.random() < 0.15:
         params["repetition_penalty"] = 1.2
     if rng.random() < 0.1:
-        params["logit_bias"] = {str(rng.randrange(VOCABULARY)): 3.0}
+        params["logit_bias"] = {str(rng.randrange(vocabulary)): 3.0}
     if params["temperature"] and rng.random() < 0.2:
         params["n"] = 2
     return params

@@ -103,6 +103,9 @@ class Probe:
             self._process.stdout.close()
 
 
+TINY_VOCABULARY = 4096
+
+
 def make_tiny_model(folder: Path, tokenizer_from: Path, *, seed: int = 0) -> Path:
     """A random Llama of 3 layers whose heads split over two ranks; weights that don't repeat one token.
 
@@ -113,7 +116,7 @@ def make_tiny_model(folder: Path, tokenizer_from: Path, *, seed: int = 0) -> Pat
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner, layers, heads, kv_heads, dim, vocabulary = 256, 640, 3, 4, 2, 64, 49152
+    hidden, inner, layers, heads, kv_heads, dim, vocabulary = 256, 640, 3, 4, 2, 64, TINY_VOCABULARY
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:

@@ -1,0 +1,147 @@
+"""Certificates on disk: damaged ones are noticed, rebuilt and told; missing ones are refused where required."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def _load(name: str):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+compositions, kit = _load("compositions"), _load("engine_kit")
+ON = {"enable_deterministic_inference": True, "enforce_eager": True, "max_num_batched_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    found = kit.Probe(tmp_path_factory.mktemp("probe"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(model_path, tmp_path_factory):
+    return kit.make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", model_path)
+
+
+class Runner:
+    """Engines of the tiny model with a certificate folder of their own."""
+
+    def __init__(self, probe, model, folder):
+        self.probe, self.model, self.folder = probe, model, folder
+        self.store = folder / "certificates"
+        self.pool = compositions.make_pool(2, kit.make_encoder(model), 6, kit.TINY_VOCABULARY)
+
+    def run(self, **engine):
+        work = [compositions.alone(i) for i in range(len(self.pool))]
+        job = {"engine": {"model": str(self.model), **ON, **engine}, "pool": self.pool, "compositions": work}
+        found = self.probe.serve(job, self.folder, DET_PLUGIN_CERTIFICATES=str(self.store))
+        return found["answers"], (self.folder / "engine.log").read_text()
+
+    def files(self):
+        return sorted(path for path in self.store.rglob("*.json") if path.name != "fingerprint.json")
+
+
+@pytest.fixture(scope="module")
+def runner(probe, tiny_model, tmp_path_factory):
+    found = Runner(probe, tiny_model, tmp_path_factory.mktemp("jobs"))
+    found.expected, _ = found.run()
+    return found
+
+
+def truncate(path):
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    place = data.index(b'"accepted"') + 20
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def binary(path):
+    path.write_bytes(bytes(range(256)))
+
+
+def add_a_schedule(path):
+    """A certificate that somebody edited: its checksum tells."""
+    document = json.loads(path.read_text())
+    document["certificate"]["accepted"].append("rows=999")
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, empty, binary, add_a_schedule], ids=lambda f: f.__name__)
+def test_a_damaged_certificate_is_rebuilt_and_told(runner, damage):
+    kinds = {path.parent.name: path for path in runner.files()}
+    assert set(kinds) == {"linear_cpu", "attention_cpu"}
+    for path in kinds.values():
+        damage(path)
+    answers, log = runner.run()
+    for path in kinds.values():
+        assert f"certificate {path} is" in log
+        assert json.loads(path.read_text())["certificate"]["accepted"]
+    assert "it will be rebuilt" in log
+    assert answers == runner.expected
+
+
+def test_good_certificates_are_read_in_silence(runner):
+    before = {path: path.stat().st_mtime_ns for path in runner.files()}
+    answers, log = runner.run()
+    assert "rebuilt" not in log
+    assert {path: path.stat().st_mtime_ns for path in runner.files()} == before
+    assert answers == runner.expected
+
+
+def test_other_numeric_settings_are_another_fingerprint(runner):
+    """Certificates made under one instruction set don't serve another."""
+    work = [compositions.alone(0)]
+    job = {"engine": {"model": str(runner.model), **ON}, "pool": runner.pool, "compositions": work}
+    env = {"DET_PLUGIN_CERTIFICATES": str(runner.store), "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    before = {path.parent.parent.name for path in runner.files()}
+    runner.probe.serve(job, runner.folder, **env)
+    assert len({path.parent.parent.name for path in runner.files()}) == len(before) + 1
+
+
+def test_dtypes(runner):
+    """float32 and float16 run, with certificates of their own, and repeat."""
+    for dtype in ("float32", "float16"):
+        first, _ = runner.run(dtype=dtype)
+        assert runner.run(dtype=dtype, max_num_batched_tokens=16, max_num_seqs=16)[0] == first
+        assert first != runner.expected
+
+
+@pytest.mark.timeout(300)
+def test_a_required_certificate_that_is_missing(tiny_model, tmp_path):
+    """The whole command: it ends by itself, not with success, and the last line says what to do."""
+    section = json.dumps({"det_plugin": {"certificates": "require"}})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model)]
+    command += ["--enforce-eager", "--max-model-len", "512", "--additional-config", section, "--port", "0"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=kit.environment(DET_PLUGIN_CERTIFICATES=str(tmp_path)),
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode != 0, text[-3000:]
+    last = [line for line in done.stderr.splitlines() if line.strip()][-1]
+    assert last.startswith("error: certificate of linear_cpu"), text[-3000:]
+    assert "det-plugin certify" in last

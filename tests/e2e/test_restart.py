@@ -1,0 +1,79 @@
+"""A killed server, started again, gives the same bytes: compiled with a cold and a warm cache, and eager."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+def _load(name: str):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+compositions, kit = _load("compositions"), _load("engine_kit")
+
+REQUESTS = 50
+COMPILED = ["--compilation-config", '{"mode": 3}']
+
+
+@pytest.fixture(scope="module")
+def bodies(model_path):
+    """50 requests: short and long, greedy and sampled, with and without a seed, chat and completion."""
+    pool = compositions.make_pool(5, kit.make_encoder(model_path), REQUESTS)
+    found = []
+    for index, request in enumerate(pool):
+        params = {k: v for k, v in request["params"].items() if k not in ("prompt_logprobs", "logit_bias")}
+        body = {"prompt": request["prompt"], **params, "max_tokens": 12, "logprobs": min(params["logprobs"], 5)}
+        if index % 10 == 9:
+            text = compositions.SENTENCES[index % len(compositions.SENTENCES)]
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "logprobs": True}
+            body["temperature"] = params["temperature"]
+        found.append(body)
+    return found
+
+
+def ask_all(server, bodies, parallel):
+    """What each answer says, as bytes: everything but its id and the time."""
+    with httpx.Client(base_url=f"{server.base_url}/v1", timeout=600, trust_env=False) as client:
+        model = client.get("/models").json()["data"][0]["id"]
+
+        def ask(body):
+            path = "/chat/completions" if "messages" in body else "/completions"
+            reply = client.post(path, json={"model": model, **body})
+            assert reply.status_code == 200, reply.text
+            return json.dumps(reply.json()["choices"], sort_keys=True).encode()
+
+        with ThreadPoolExecutor(parallel) as threads:
+            return list(threads.map(ask, bodies))
+
+
+@pytest.mark.timeout(900)
+def test_sigkill_and_start_again(make_server, det_server, bodies, tmp_path):
+    """Cold compile cache, SIGKILL in the middle of work, warm cache; one at a time and 16 at once; and eager."""
+    env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    server = make_server(deterministic=True, eager=False, extra_args=COMPILED, env=env)
+    try:
+        server.start().wait_ready()
+        cold = ask_all(server, bodies, 16)
+        with ThreadPoolExecutor(1) as background:
+            busy = background.submit(ask_all, server, bodies, 16)
+            server.kill()
+            with pytest.raises((httpx.HTTPError, AssertionError)):
+                busy.result()
+        server.start().wait_ready()
+        warm = ask_all(server, bodies, 4)
+    finally:
+        server.stop()
+    assert len(set(cold)) > REQUESTS // 2, "the answers hardly differ from each other: nothing was tested"
+    assert warm == cold
+    assert ask_all(det_server, bodies, 7) == cold, "the eager server answers otherwise"
