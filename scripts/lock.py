@@ -76,9 +76,7 @@ def write(path: Path, pins: dict[str, str], hashes: dict[str, set[str]]) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", action="store_true", help="resolve everything anew")
     parser.add_argument("--constraint", type=Path, help="file of name==version lines to keep to")
     options = parser.parse_args()
