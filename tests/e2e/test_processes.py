@@ -25,6 +25,8 @@ def _load(name: str):
 
 compositions, kit = _load("compositions"), _load("engine_kit")
 ARGS = ["--tensor-parallel-size", "2", "--api-server-count", "2", "--max-num-batched-tokens", "64"]
+ARGS += ["--max-model-len", "2048"]
+SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -70,7 +72,7 @@ def ask_all(server, bodies, parallel):
 @pytest.fixture(scope="module")
 def alone(make_server, tiny_model, bodies):
     """A deterministic server of two ranks and two API servers, and the answers of requests run alone."""
-    with make_server(deterministic=True, model=tiny_model, extra_args=ARGS, env=ENV) as server:
+    with make_server(deterministic=True, model=tiny_model, extra_args=ARGS, env=ENV, command=SERVE) as server:
         yield server, ask_all(server, bodies, 1)
 
 
