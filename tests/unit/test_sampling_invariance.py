@@ -149,9 +149,8 @@ def test_row_19_the_seed_counts_beside_unseeded_neighbours(monkeypatch):
         (params(5, noise_scope="seed"), DetConfig(noise_scope="prompt"), 5),
     ],
 )
-def test_row_19_20_the_resolved_seed_is_a_function_of_the_request(monkeypatch, given, config, want):
-    monkeypatch.setattr(host_seeds, "_config", config)
-    host_seeds.resolve(given, [1, 2], "request")
+def test_row_19_20_the_resolved_seed_is_a_function_of_the_request(given, config, want):
+    host_seeds.resolve(given, [1, 2], "request", config)
     assert given.seed == want
 
 

@@ -165,3 +165,38 @@ def test_sections():
     assert switch.section_of(make(additional_config={"det_plugin": {"default_seed": 3}})).default_seed == 3
     for additional in ({}, None, {"det_plugin": False}, {"det_plugin": {"enable": False}}, object()):
         assert switch.section_of(make(additional_config=additional)) is None
+
+
+def test_engines_of_one_process_keep_their_own_settings():
+    """A stock engine, and two deterministic ones with other default seeds, behind one front end."""
+    pytest.importorskip("vllm", reason="the host is not installed")
+    from copy import copy
+
+    from vllm.sampling_params import SamplingParams
+
+    from det_plugin.host.vllm import seeds
+    from det_plugin.sampling.seeds import choice_seed
+
+    make = types.SimpleNamespace
+
+    def original(self, request_id, prompt, params):
+        return make(sampling_params=copy(params), prompt_token_ids=[1, 2])
+
+    process_inputs = seeds._process_inputs(original)
+    child = seeds._child_params(lambda self, index: "the host's own")
+    given = SamplingParams(n=2, temperature=1.0)
+    for additional, seed in (
+        ({}, None),
+        ({"det_plugin": {}}, 42),
+        ({"det_plugin": {"default_seed": 7}}, 7),
+        ({"det_plugin": False}, None),
+    ):
+        engine = make(vllm_config=make(additional_config=additional))
+        found = process_inputs(engine, "request", "prompt", given).sampling_params
+        assert found.seed == seed
+        assert given.seed is None
+        parent = make(sampling_params=found)
+        if seed is None:
+            assert child(parent, 1) == "the host's own"
+        else:
+            assert child(parent, 1).seed == choice_seed(seed, 1)

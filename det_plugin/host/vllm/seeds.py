@@ -21,6 +21,7 @@ from typing import Any
 
 from det_plugin.config import DetConfig
 from det_plugin.host.vllm.patching import wrap
+from det_plugin.host.vllm.switch import section_of
 from det_plugin.sampling.seeds import SEED_MAX, check_seed, choice_seed, prompt_seed
 
 KNOWN_EXTRA_ARGS = {
@@ -40,7 +41,9 @@ _REQUESTS = (
     "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest",
     "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest",
 )
-_config: DetConfig | None = None
+_RESOLVED = "det_plugin_resolved"
+"""Attribute of sampling parameters whose seed was resolved: a stock engine in the same process has none."""
+
 _free_extra_args = False  # set once an engine with custom logits processors is seen
 
 
@@ -103,13 +106,12 @@ def check_params(params: Any) -> None:
         )
 
 
-def resolve(params: Any, prompt_token_ids: Any, request_id: str) -> None:
+def resolve(params: Any, prompt_token_ids: Any, request_id: str, config: DetConfig) -> None:
     """Write the resolved seed of a request into its own copy of the sampling parameters."""
-    assert _config is not None
     extra = params.extra_args or {}
     seed = explicit_seed(params.seed, extra)
     if seed is None:
-        if _config.default_seed == "random":
+        if config.default_seed == "random":
             seed = secrets.randbelow(SEED_MAX + 1)
             from vllm.logger import init_logger
 
@@ -117,8 +119,8 @@ def resolve(params: Any, prompt_token_ids: Any, request_id: str) -> None:
                 "Request %s gave no seed: drew %d; send seed=%d to repeat the answer.", request_id, seed, seed
             )
         else:
-            seed = _config.default_seed
-    if (extra.get("noise_scope") or _config.noise_scope) == "prompt":
+            seed = config.default_seed
+    if (extra.get("noise_scope") or config.noise_scope) == "prompt":
         if prompt_token_ids is None:
             raise _refuse(
                 "noise_scope: 'prompt' needs the prompt's token ids, got prompt embeddings; accepts 'seed'",
@@ -127,6 +129,7 @@ def resolve(params: Any, prompt_token_ids: Any, request_id: str) -> None:
         seed = prompt_seed(seed, prompt_token_ids)
     params.seed = seed
     params.__dict__.pop("sampling_type", None)  # a cached property that depends on the seed
+    params.__dict__[_RESOLVED] = True
 
 
 def _has_custom_processors(processor: Any) -> bool:
@@ -150,11 +153,12 @@ def _process_inputs(original: Any) -> Any:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.sampling_params import SamplingParams
 
-        if not isinstance(params, SamplingParams):
+        config = section_of(self.vllm_config)
+        if config is None or not isinstance(params, SamplingParams):
             return original(self, request_id, prompt, params, *args, **kwargs)
         check_params(params)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        resolve(request.sampling_params, request.prompt_token_ids, request_id)
+        resolve(request.sampling_params, request.prompt_token_ids, request_id, config)
         return request
 
     return process_inputs
@@ -164,6 +168,8 @@ def _child_params(original: Any) -> Any:
     def _get_child_sampling_params(self: Any, index: int) -> Any:
         from copy import copy
 
+        if _RESOLVED not in self.sampling_params.__dict__:
+            return original(self, index)
         child = copy(self.sampling_params)
         child.n = 1
         child.seed = choice_seed(self.sampling_params.seed, index)
@@ -197,13 +203,11 @@ def _to_sampling_params(original: Any) -> Any:
 
 
 def install(config: DetConfig) -> None:
-    """Install the seed rules; idempotent, the last configuration counts.
+    """Install the seed rules; idempotent.  Each engine of this process follows its own configuration.
 
     Raises:
         HostError: an upstream symbol is gone.
     """
-    global _config
-    _config = config
     wrap("vllm.v1.engine.input_processor:InputProcessor.__init__", _init_processor)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.engine.parallel_sampling:ParentRequest._get_child_sampling_params", _child_params)

@@ -255,6 +255,7 @@ def _with_activation(original: Any) -> Any:
             activation.activate_worker(vllm_config, config)
         original(self, vllm_config, *args, **kwargs)
         for name in _REFUSING_STEPS if config is not None else ():
-            setattr(self, name, refusal.telling(getattr(self, name)))
+            if hasattr(self, name):
+                setattr(self, name, refusal.telling(getattr(self, name)))
 
     return __init__
