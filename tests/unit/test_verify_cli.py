@@ -227,9 +227,28 @@ def test_bench_refuses_to_measure_a_deterministic_server_that_is_not(tmp_path):
 
 @pytest.mark.parametrize(
     "args",
-    [[], ["--host-only", "stock"], ["--host-only", "fast", "--model", "m"], ["--servers", "nonsense"]],
+    [[], ["--host-only", "fast", "--model", "m"], ["--servers", "nonsense"]],
 )
 def test_bench_bad_options(args):
     result = invoke("bench", *args)
     assert result.exit_code == 2
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_bench_takes_the_demo_model(monkeypatch, tmp_path):
+    """Without --model it benchmarks the demo's model, and says so when that can't be had."""
+    from det_plugin.verify import model
+    from det_plugin.verify.bench import BenchOptions
+
+    monkeypatch.setattr(model, "smollm2", lambda: tmp_path)
+    options = BenchOptions.from_command(host_only="stock", servers=None, server_args="")
+    assert options.model == str(tmp_path)
+
+    def missing():
+        raise model.ModelError("no network")
+
+    monkeypatch.setattr(model, "smollm2", missing)
+    result = invoke("bench", "--host-only", "stock")
+    assert result.exit_code == 2
+    assert "no network" in result.output
     assert len(result.output.strip().splitlines()) == 1
