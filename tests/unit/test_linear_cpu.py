@@ -17,6 +17,15 @@ DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 SHAPES = [(1, 1), (7, 13), (3, 31), (129, 257), (576, 96), (33, 1000)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products: threads would only wait for each other, long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def weight_of(n, k, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(n, k, generator=generator) * k**-0.5).to(dtype)
