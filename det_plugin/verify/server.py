@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,24 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM that arrive inside act when it is left (in the main thread, the only one they reach)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for caught in arrived:
+            signal.raise_signal(caught)
 
 
 class VllmServer:
@@ -151,7 +170,8 @@ class VllmServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         self.startup_seconds = None
-        with self.log_path.open("ab") as log:
+        # a signal between the fork and the registration would leave a server that nobody stops
+        with self.log_path.open("ab") as log, _deferred_signals():
             try:
                 self._process = subprocess.Popen(
                     self.command(),
@@ -163,8 +183,8 @@ class VllmServer:
                 )
             except OSError as error:
                 raise ServerError(f"cannot start {self._command[0]}: {error}") from error
-        self._group = self._process.pid  # start_new_session makes the child the leader of its group
-        atexit.register(self.stop)
+            self._group = self._process.pid  # start_new_session makes the child the leader of its group
+            atexit.register(self.stop)
         return self
 
     def is_healthy(self) -> bool:
