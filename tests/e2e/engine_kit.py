@@ -18,7 +18,6 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
-    "GOMP_SPINCOUNT": "1000",  # threads that wait on a busy machine give their core away
 }
 SWITCHES = ("DET_PLUGIN_ENABLE", "VLLM_BATCH_INVARIANT", "DET_PLUGIN_REFUSAL_FILE", "VLLM_PLUGINS")
 
