@@ -1,6 +1,6 @@
 """All-reduce between CPU ranks in rank order, whatever the message size.
 
-Replaces (vLLM 0.32.0) ``CpuCommunicator.all_reduce`` and ``reduce_scatter``: the shards are gathered, then added
+Replaces (vLLM 0.32.0) ``CpuCommunicator.all_reduce``: the shards are gathered, then added
 in fp32 from rank 0 upwards and rounded once.
 """
 
