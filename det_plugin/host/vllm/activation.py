@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from det_plugin.config import SECTION, DetConfig
+from det_plugin.config import DetConfig
 from det_plugin.errors import ConfigError, HostError
 from det_plugin.host.vllm.patching import check_host_version
 
@@ -24,11 +24,6 @@ FRONT_END_MODULES = ("seeds",)
 
 _active: DetConfig | None = None
 _stock_worker_built = False
-
-
-def active() -> DetConfig | None:
-    """The configuration that this process's worker runs under, or None."""
-    return _active
 
 
 def prepare(engine_args: Any, config: DetConfig) -> None:
@@ -123,11 +118,3 @@ def activate_worker(vllm_config: Any, config: DetConfig | None) -> None:
     for name in WORKER_MODULES[platform]:
         importlib.import_module(f"det_plugin.host.vllm.{name}").install(config)
     _active = config
-
-
-def config_of(additional_config: Any) -> DetConfig | None:
-    """The enabled configuration inside an ``additional_config``, or None."""
-    if isinstance(additional_config, dict) and SECTION in additional_config:
-        config = DetConfig.from_section(additional_config[SECTION])
-        return config if config.enable else None
-    return None
