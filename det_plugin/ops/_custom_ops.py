@@ -24,6 +24,7 @@ _SCHEMAS = {
     "bmm": "(Tensor a, Tensor b) -> Tensor",
     "mean": "(Tensor x, int[] dim, bool keepdim=False) -> Tensor",
 }
+"""The dispatcher passes arguments by position and leaves out trailing defaults."""
 
 
 def _linear_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,58 +37,36 @@ def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _rms_norm_cuda(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0
-) -> torch.Tensor:
+def _rms_norm_cuda(*arguments) -> torch.Tensor:
     from det_plugin.ops.rms_norm import rms_norm_kernel
 
-    return rms_norm_kernel(x, weight, eps, weight_offset)
+    return rms_norm_kernel(*arguments)
 
 
-def _rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
+def _rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor | None, *rest) -> torch.Tensor:
     from det_plugin.ops.rms_norm import check_row_arguments, rms_norm_reference
 
     check_row_arguments(x, weight)
-    return rms_norm_reference(x, weight, eps, weight_offset)
+    return rms_norm_reference(x, weight, *rest)
 
 
-def _rms_norm_fake(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float = 0.0
-) -> torch.Tensor:
+def _rms_norm_fake(x: torch.Tensor, *_rest, **_named) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _fused_add_rms_norm_cuda(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-) -> None:
+def _fused_add_rms_norm_cuda(*arguments) -> None:
     from det_plugin.ops.rms_norm import fused_add_rms_norm_kernel
 
-    fused_add_rms_norm_kernel(x, residual, weight, eps, weight_offset)
+    fused_add_rms_norm_kernel(*arguments)
 
 
-def _fused_add_rms_norm_cpu(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-) -> None:
+def _fused_add_rms_norm_cpu(*arguments) -> None:
     from det_plugin.ops.rms_norm import fused_add_rms_norm_in_place_reference
 
-    fused_add_rms_norm_in_place_reference(x, residual, weight, eps, weight_offset)
+    fused_add_rms_norm_in_place_reference(*arguments)
 
 
-def _fused_add_rms_norm_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-) -> None:
+def _fused_add_rms_norm_fake(*_arguments, **_named) -> None:
     return None
 
 
