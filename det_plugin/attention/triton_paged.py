@@ -301,74 +301,41 @@ def _paged_attention_kernel(
         unmasked_end = begin
         if WINDOW == 0:
             unmasked_end = (first_pos + 1) // BLOCK_N * BLOCK_N
-        for n in range(begin, unmasked_end, BLOCK_N):
-            acc, m, row_sum = _block(
-                acc,
-                m,
-                row_sum,
-                q,
-                ones,
-                n,
-                pos,
-                lo,
-                hi,
-                k_base,
-                v_base,
-                table_base,
-                k_stride_b,
-                k_stride_n,
-                v_stride_b,
-                v_stride_n,
-                c,
-                pre_scale,
-                softcap,
-                D,
-                D_PAD,
-                BLOCK_N,
-                PAGE,
-                WINDOW,
-                SOFTCAP,
-                False,
-            )
-            if (n + BLOCK_N) % SEGMENT == 0:
-                o, m_all, l_all = _fold(o, m_all, l_all, acc, m, tl.max(row_sum, 1), c)
-                acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-                m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-        for n in range(unmasked_end, hi, BLOCK_N):
-            acc, m, row_sum = _block(
-                acc,
-                m,
-                row_sum,
-                q,
-                ones,
-                n,
-                pos,
-                lo,
-                hi,
-                k_base,
-                v_base,
-                table_base,
-                k_stride_b,
-                k_stride_n,
-                v_stride_b,
-                v_stride_n,
-                c,
-                pre_scale,
-                softcap,
-                D,
-                D_PAD,
-                BLOCK_N,
-                PAGE,
-                WINDOW,
-                SOFTCAP,
-                True,
-            )
-            if (n + BLOCK_N) % SEGMENT == 0:
-                o, m_all, l_all = _fold(o, m_all, l_all, acc, m, tl.max(row_sum, 1), c)
-                acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-                m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
+        for masked in tl.static_range(2):  # the blocks that every row sees whole, then the others
+            for n in range(unmasked_end if masked else begin, hi if masked else unmasked_end, BLOCK_N):
+                acc, m, row_sum = _block(
+                    acc,
+                    m,
+                    row_sum,
+                    q,
+                    ones,
+                    n,
+                    pos,
+                    lo,
+                    hi,
+                    k_base,
+                    v_base,
+                    table_base,
+                    k_stride_b,
+                    k_stride_n,
+                    v_stride_b,
+                    v_stride_n,
+                    c,
+                    pre_scale,
+                    softcap,
+                    D,
+                    D_PAD,
+                    BLOCK_N,
+                    PAGE,
+                    WINDOW,
+                    SOFTCAP,
+                    masked == 1,
+                )
+                if (n + BLOCK_N) % SEGMENT == 0:
+                    o, m_all, l_all = _fold(o, m_all, l_all, acc, m, tl.max(row_sum, 1), c)
+                    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+                    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                    row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
         o, m_all, l_all = _fold(o, m_all, l_all, acc, m, tl.max(row_sum, 1), c)
         _store(o, l_all, out_ptr, token, head, row_ok, out_stride_t, out_stride_h, D, D_PAD)
 
