@@ -5,15 +5,16 @@ Run on a GPU (or on a CPU for a dry run)::
     python tests/gpu/engine_check.py --out RESULTS_DIR                       # everything, as subprocesses
     python tests/gpu/engine_check.py --single det,FLASH_ATTN,eager,8192      # one engine, in this process
 
-Each engine is a process of its own.  The first deterministic engine of a backend writes the answers of every
-request run alone; all later engines of that backend (eager or compiled, any chunk size, async scheduling on or
-off, a cache small enough to preempt, restarted) are compared with those bytes.  The stock engine is the negative
-control: it must differ.
+Each engine is a process of its own; several run side by side on one GPU.  Within an engine every answer is
+compared with the same request run alone.  The answers of all deterministic engines of a backend (eager or
+compiled, any chunk size, async scheduling on or off, a cache small enough to preempt, restarted) are then compared
+with each other.  The stock engine is the negative control: it must differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -145,12 +146,10 @@ class Tally:
         entry["comparisons"] += 1
         want = json.loads(json.dumps(want))
         got = json.loads(json.dumps(got))
-        n = min(len(want["ids"]), len(got["ids"]))
-        if want["ids"][:n] != got["ids"][:n] or want["lp"][:n] != got["lp"][:n] or n == 0:
+        if want != got or not want["ids"]:
             entry["mismatches"] += 1
-            first = next(
-                (i for i in range(n) if want["ids"][i] != got["ids"][i] or want["lp"][i] != got["lp"][i]), None
-            )
+            pairs = zip(want["ids"], got["ids"], want["lp"], got["lp"], strict=False)
+            first = next((i for i, (a, b, x, y) in enumerate(pairs) if a != b or x != y), None)
             if len(entry["examples"]) < 3:
                 entry["examples"].append({"what": what, "first_divergence": first})
 
@@ -167,19 +166,24 @@ def run_single(args) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    vocab = MODELS[args.model_name][-1]
+    vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     cuda = torch.cuda.is_available()
     global GREEDY_ONLY
     GREEDY_ONLY = kind != "det" and not cuda
     keywords: dict = {}
+    seqs = min(args.seqs, int(chunk))
+    cache_tokens = int(options.get("kvtokens", 65536))
     if cuda:
         keywords["attention_backend"] = backend
-        keywords["gpu_memory_utilization"] = float(options.get("mem", 0.5))
+        keywords["gpu_memory_utilization"] = (
+            0.02  # not used: the cache's size is given, so that engines can share a GPU
+        )
+        keywords["kv_cache_memory_bytes"] = cache_tokens * token_bytes(args.model)
         keywords["enable_flashinfer_autotune"] = False
         if mode != "eager":
             keywords["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
-    if "blocks" in options:
-        keywords["num_gpu_blocks_override"] = int(options["blocks"])
+    elif "kvtokens" in options:
+        keywords["num_gpu_blocks_override"] = cache_tokens // 16
     if "async" in options:
         keywords["async_scheduling"] = options["async"] == "1"
     if kind == "det":
@@ -190,8 +194,8 @@ def run_single(args) -> dict:
         str(args.model),
         skip_tokenizer_init=True,
         max_model_len=args.context,
-        max_num_batched_tokens=max(int(chunk), 64),
-        max_num_seqs=args.seqs,
+        max_num_batched_tokens=int(chunk),
+        max_num_seqs=seqs,
         enforce_eager=mode == "eager",
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
@@ -219,18 +223,12 @@ def run_single(args) -> dict:
     for i, p in enumerate(base):
         reset()
         alone.append(answer(ask([(p, params(i, args.tokens))])[0]))
-    reference_file = pathlib.Path(args.reference)
-    if kind == "det" and reference_file.exists():
-        for i, (want, got) in enumerate(zip(json.loads(reference_file.read_text()), alone, strict=True)):
-            tally.compare("restart, another engine", want, got, f"request {i}")
-        alone = json.loads(reference_file.read_text())
-    elif kind == "det":
-        reference_file.write_text(json.dumps(alone))
+    pathlib.Path(args.alone).write_text(json.dumps(alone))
     result["distinct_tokens"] = [len(set(a["ids"])) for a in alone]
     deadline = time.time() + args.seconds
 
     # 2. in batches, at random positions among random neighbours; half of the rounds start on an empty cache
-    sizes = [s for s in (2, 3, 8, 17, 33, 64, 65, 100, 200, 256) if s <= args.seqs]
+    sizes = [s for s in (2, 3, 8, 17, 33, 64, 65, 100, 200, 256) if s <= max(64, seqs)]
     for round_ in range(args.rounds):
         size = sizes[round_ % len(sizes)]
         if round_ % 2 == 0:
@@ -285,7 +283,18 @@ def run_single(args) -> dict:
         if wrong and len(entry["examples"]) < 3:
             entry["examples"].append({"what": f"request {i}", "first_divergence": wrong[0]})
 
-    # 5. requests that join, leave and are aborted while others decode
+    # 5. a sampled answer, cut at every position and sent again as a prompt, goes on identically
+    for i in (1, 2):
+        if i >= len(base):
+            continue
+        ids, tokens = alone[i]["ids"], args.tokens
+        reset()
+        outputs = ask([(base[i] + ids[:cut], params(i, tokens - cut)) for cut in range(1, tokens)])
+        for cut, output in enumerate(outputs, start=1):
+            want = {key: alone[i][key][cut:] for key in ("ids", "lp")}
+            tally.compare("resume at every cut", want, answer(output), f"request {i} cut at {cut}")
+
+    # 6. requests that join, leave and are aborted while others decode
     engine = llm.llm_engine
     reset()
     watched = {f"w{i}": i for i in range(min(6, len(base)))}
@@ -342,16 +351,25 @@ def preemptions(llm) -> int:
         return int(getattr(core.scheduler, "num_preemptions", -1))
 
 
+def token_bytes(model: pathlib.Path) -> int:
+    """Bytes of keys and values per token, in bfloat16."""
+    config = json.loads((model / "config.json").read_text())
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * dim * 2
+
+
 ENGINES = {
-    "graphs": ["det,{b},compile,512"],
+    "compile": ["det,{b},compile,512"],
     "stock": ["stock,{b},eager,8192"],
-    "cpu": ["det,CPU_ATTN,eager,2048", "det,CPU_ATTN,eager,64,blocks=40", "stock,CPU_ATTN,eager,2048"],
+    "cpu": ["det,CPU_ATTN,eager,2048", "det,CPU_ATTN,eager,64,kvtokens=640", "stock,CPU_ATTN,eager,2048"],
     "quick": ["det,{b},eager,8192", "det,{b},compile,512", "stock,{b},eager,8192"],
     "full": [
         "det,{b},eager,8192",
         "det,{b},compile,512",
-        "det,{b},eager,64,blocks=220,async=0",
+        "det,{b},compile,8192,kvtokens=20000",
+        "det,{b},eager,64,kvtokens=12000,async=0",
         "stock,{b},eager,8192",
+        "stock,{b},compile,512",
     ],
 }
 
@@ -373,65 +391,97 @@ def main() -> int:
     parser.add_argument("--single")
     parser.add_argument("--plan", default="quick", choices=sorted(ENGINES))
     parser.add_argument("--backends", default="TRITON_ATTN")
-    parser.add_argument("--model-name", default="qwen3-0.6b", choices=sorted(MODELS))
-    parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--model-name", default="qwen3-0.6b", help=f"a random model: {', '.join(MODELS)}")
+    parser.add_argument("--model", type=pathlib.Path, help="a checkpoint's folder instead")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/engine_check"))
-    parser.add_argument("--reference")
+    parser.add_argument("--alone", help="where a single engine writes its answers of requests run alone")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--seconds", type=float, default=60, help="no further batch round after this")
     parser.add_argument("--light", action="store_true", help="six watched requests instead of ten")
-    parser.add_argument("--keep-reference", action="store_true", help="compare with an earlier run's answers")
     parser.add_argument("--rng-seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
     parser.add_argument("--limit", type=float, default=560, help="seconds for the whole plan")
+    parser.add_argument("--commit", help="commit of the source, for the report")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("/tmp/engine_check/results"))
     args = parser.parse_args()
     if args.single:
         print("RESULT " + json.dumps(run_single(args)), flush=True)
         return 0
-    start = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
-    model = write_model(args.model_name, args.work)
-    rows, failed, wrong = [], [], 0
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.model is None:
+        if args.model_name not in MODELS:
+            parser.error(f"--model-name: got {args.model_name}, accepts {', '.join(MODELS)}; or give --model")
+        args.model = write_model(args.model_name, args.work)
+    else:
+        args.model_name = args.model.name
+    started = time.time()
+    plan = [(b, single.format(b=b)) for single in ENGINES[args.plan] for b in args.backends.split(",")]
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        rows = [row for row in pool.map(lambda job: run_engine(args, started, *job), plan) if row]
+    failed = sorted({single for _, single in plan} - {row["engine"] for row in rows})
     for backend in args.backends.split(","):
-        reference = args.work / f"reference-{args.model_name}-{backend}.json"
-        if not args.keep_reference:
-            reference.unlink(missing_ok=True)
-        for plan in ENGINES[args.plan]:
-            single = plan.format(b=backend)
-            left = args.limit - (time.time() - start)
-            if left < 30:
-                failed.append(f"{single}: no time left")
+        compare_engines([row for row in rows if row["backend"] == backend])
+    return write_report(args, rows, failed)
+
+
+def run_engine(args, started: float, backend: str, single: str) -> dict | None:
+    """One engine as a subprocess: its result, or None when it failed or had no time."""
+    left = args.limit - (time.time() - started)
+    if left < 30:
+        print(f"NO TIME {single}", flush=True)
+        return None
+    name = single.replace(",", "_").replace("=", "-")
+    alone = args.work / f"alone-{args.model_name}-{name}.json"
+    alone.unlink(missing_ok=True)
+    command = [
+        sys.executable, __file__, "--single", single, "--model", str(args.model), "--model-name", args.model_name,
+        "--alone", str(alone), "--context", str(args.context), "--seqs", str(args.seqs),
+        "--tokens", str(args.tokens), "--rounds", str(args.rounds), "--seconds", str(args.seconds),
+        "--rng-seed", str(args.rng_seed), *(["--light"] if args.light else []),
+    ]  # fmt: skip
+    log = args.out / f"{name}.log"
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=left, check=False)
+            text = done.stdout
+        except subprocess.TimeoutExpired as error:
+            text = error.stdout.decode() if isinstance(error.stdout, bytes) else (error.stdout or "")
+            text += f"\ncut off after {left:.0f} s"
+        file.write(text)
+    lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        lines = log.read_text().splitlines()
+        errors = [line for line in lines if "Error" in line][-6:]
+        print(f"FAILED {single}\n" + "\n".join(errors + lines[-12:])[-2500:], flush=True)
+        return None
+    row = json.loads(lines[-1][7:])
+    print(f"-- {single}: start {row['start_s']} s, total {row['seconds']} s, {row['requests']} requests", flush=True)
+    return {**row, "model": args.model_name, "backend": backend, "alone": json.loads(alone.read_text())}
+
+
+def compare_engines(rows: list[dict]) -> None:
+    """Compare the answers of one backend's engines: deterministic with deterministic, stock with stock."""
+    for deterministic in (True, False):
+        first = None
+        for row in rows:
+            if row["engine"].startswith("det") != deterministic:
                 continue
-            command = [
-                sys.executable, __file__, "--single", single, "--model", str(model), "--model-name", args.model_name,
-                "--reference", str(reference), "--context", str(args.context), "--seqs", str(args.seqs),
-                "--tokens", str(args.tokens), "--rounds", str(args.rounds), "--seconds", str(args.seconds),
-                "--rng-seed", str(args.rng_seed), *(["--light"] if args.light else []),
-            ]  # fmt: skip
-            log = args.out / (single.replace(",", "_").replace("=", "-") + ".log")
-            with log.open("w") as file:
-                try:
-                    done = subprocess.run(
-                        command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=left, check=False
-                    )
-                    text = done.stdout
-                except subprocess.TimeoutExpired as error:
-                    text = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else (error.stdout or "")
-                file.write(text)
-            lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-            if not lines:
-                failed.append(single)
-                print(f"FAILED {single}\n" + "\n".join(log.read_text().splitlines()[-25:])[-3000:], flush=True)
+            if first is None:
+                first = row
                 continue
-            row = json.loads(lines[-1][7:])
-            rows.append({**row, "model": args.model_name, "backend": backend})
-            print(
-                f"-- {single}: start {row['start_s']} s, total {row['seconds']} s, {row['requests']} requests",
-                flush=True,
-            )
+            tally = Tally()
+            for i, (want, got) in enumerate(zip(first["alone"], row["alone"], strict=True)):
+                tally.compare("another engine", want, got, f"request {i}, against {first['engine']}")
+            row["checks"].update(tally.checks)
+
+
+def write_report(args, rows: list[dict], failed: list[str]) -> int:
+    """Print the table, write engine_invariance.json; the exit code."""
+    wrong = 0
     checks: dict = {}
     for row in rows:
         for name, entry in row["checks"].items():
@@ -444,7 +494,11 @@ def main() -> int:
             at["negative_control_mismatches" if stock else "mismatches"] += entry["mismatches"]
             at["negative_control_comparisons" if stock else "comparisons"] += entry["comparisons"]
             wrong += 0 if stock else entry["mismatches"]
-    report = {"environment": environment(), "engines": rows, "checks": list(checks.values()), "failed": failed}
+    for row in rows:
+        del row["alone"]
+    facts = environment()
+    facts["commit"] = args.commit or facts["commit"]
+    report = {"environment": facts, "engines": rows, "checks": list(checks.values()), "failed": failed}
     (args.out / "engine_invariance.json").write_text(json.dumps(report, indent=1))
     print(f"{'check':28} {'backend':12} {'comparisons':>11} {'mismatches':>10} {'stock differs':>16}")
     for entry in checks.values():
