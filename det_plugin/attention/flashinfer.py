@@ -8,7 +8,11 @@ of the keys from its size.  Here the plan is computed without it:
 2. Keys are cut at multiples of :data:`CHUNK_KEYS` from position 0.  Each chunk's result is rounded to the
    model's dtype and merged upwards by FlashInfer's own merge kernel; chunks that a row does not see weigh
    zero and change nothing.
-3. Under a CUDA graph the plan is computed on the device, and entries beyond the real ones are marked invalid.
+3. A key tile that a row does not see is not neutral: the kernel rescales by exp2(m * scale - round(m * scale))
+   with a fused multiply-add, which is not exactly one.  So the rows of one query tile must see one number of key
+   tiles, as a row decoded alone does: a request's rows are cut once, where :attr:`Layout.cut` divides the
+   position, and are then laid on whole tiles.
+4. Under a CUDA graph the plan is computed on the device, and entries beyond the real ones are marked invalid.
 
 Source: Ye et al., FlashInfer (2025); plan layout read in 0.7.0.post1 (``attention/scheduler.cuh``).
 """
@@ -61,15 +65,49 @@ def kernel(dtype: torch.dtype, head_dim: int, softcap: bool):
     return module.build_and_load()
 
 
+def key_tile(head_dim: int, shared_memory: int | None = None) -> int:
+    """Keys per tile of the kernel, which chooses them by the GPU's shared memory.
+
+    Args:
+        head_dim: head size.
+        shared_memory: bytes per multiprocessor; default: of the current device.
+    """
+    if shared_memory is None:
+        shared_memory = torch.cuda.get_device_properties(None).shared_memory_per_multiprocessor
+    query, keys = TILE_ROWS * head_dim * 2, 16 * head_dim * 4  # bytes: the query tile, 16 keys with their values
+    blocks = 2 if shared_memory >= 2 * (query + keys) else 1
+    room = min(8, (shared_memory // blocks - query) // keys)
+    return 16 * (1 << (max(room, 1).bit_length() - 1))
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Heads of this rank, and the page size in keys."""
+    """Heads of this rank, the page size in keys, and the kernel's keys per tile (:func:`key_tile`).
+
+    Raises:
+        UnsupportedError: a query tile would span several key tiles.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    key_tile: int = 128
+
+    def __post_init__(self) -> None:
+        if self.cut * self.group % TILE_ROWS:
+            raise UnsupportedError(
+                f"head size {self.head_dim} with {self.group} query heads per key head on this GPU and the "
+                "flashinfer attention backend",
+                f"a query tile of {TILE_ROWS} rows spans several key tiles of {self.key_tile}",
+                "choose --attention-backend TRITON_ATTN",
+            )
+
+    @property
+    def cut(self) -> int:
+        """Rows are laid on query tiles from a multiple of this position on: key tiles then end between tiles."""
+        return min(TILE_ROWS, self.key_tile)
 
     @property
     def group(self) -> int:
@@ -82,7 +120,11 @@ class Layout:
 
 @dataclass
 class Launch:
-    """One call of the kernel over consecutive rows, at most one sequence per request."""
+    """One call of the kernel over consecutive rows.
+
+    ``table``: int32 ``[sequences, width]``, one row of pages per sequence; None: the batch's own block table, of
+    which a request is at most one sequence.
+    """
 
     plan: list[int]
     ints: torch.Tensor
@@ -90,6 +132,7 @@ class Launch:
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
     rows: slice
+    table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -230,50 +273,73 @@ def plan_decode(
     return [Launch(plan, ints, query_start_loc, kv_indptr, last, slice(None))]
 
 
+def cut_rows(layout: Layout, query_lens: np.ndarray, seq_lens: np.ndarray, rows_for) -> list[list[tuple[int, ...]]]:
+    """Launches as lists of sequences (request, first row, rows, keys of the last row).
+
+    A sequence starts at a multiple of :attr:`Layout.cut` or ends before the next one.
+
+    Args:
+        query_lens, seq_lens: int ``[num_reqs]``, exact.
+        rows_for: rows that one launch may have, given the most chunks of a row in it; None: any number.
+    """
+    launches: list[list[tuple[int, ...]]] = [[]]
+    total = most = first = 0
+    for request, (count, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        at = length - count
+        while at < length:
+            end = length if at % layout.cut == 0 else min(length, at - at % layout.cut + layout.cut)
+            limit = rows_for(max(most, int(_chunks(end))))
+            if limit is not None and total + end - at > limit:
+                if total:
+                    launches.append([])
+                    total = most = 0
+                    continue
+                end = at + (limit if at + limit < at - at % layout.cut + layout.cut else limit - limit % layout.cut)
+            launches[-1].append((request, first, end - at, end))
+            total, most, first, at = total + end - at, max(most, int(_chunks(end))), first + end - at, end
+    return [launch for launch in launches if launch]
+
+
 def plan_rows(
     layout: Layout,
     query_start_host: np.ndarray,
     seq_lens_host: np.ndarray,
-    table_width: int,
-    device: torch.device | str,
+    block_table: torch.Tensor,
     workspace_bytes: int,
 ) -> list[Launch]:
     """Launches of any batch whose lengths are known on the host; cut where partial results would overflow.
 
     Args:
         query_start_host, seq_lens_host: int ``[num_reqs + 1]`` and ``[num_reqs]``, exact.
+        block_table: int32 ``[num_reqs, width]``; copied where a request becomes several sequences.
+
+    Raises:
+        ConfigError: the workspace holds no row of the longest request.
     """
-    groups: list[list[tuple[int, int, int, int]]] = [[]]  # (request, first row, rows, keys of the last row)
-    rows = chunks = 0
-    lengths = seq_lens_host.tolist()
-    for r, (at, end) in enumerate(zip(query_start_host[:-1].tolist(), query_start_host[1:].tolist(), strict=True)):
-        row = at
-        while row < end:
-            most = max(chunks, int(_chunks(lengths[r])))
-            room = workspace_bytes // layout.partial_bytes(1, most) - rows if most > 1 else end - row
-            take = min(end - row, int(room))
-            if take <= 0 or (take < end - row and groups[-1]):
-                if not groups[-1]:
-                    raise ConfigError(
-                        f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {lengths[r]} "
-                        "tokens; raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
-                    )
-                groups.append([])
-                rows = chunks = 0
-                continue
-            groups[-1].append((r, row, take, lengths[r] - (end - row) + take))
-            rows, chunks, row = rows + take, most, row + take
-            if row < end:
-                groups.append([])
-                rows = chunks = 0
+
+    def rows_for(chunks: int) -> int | None:
+        if chunks == 1:
+            return None
+        rows = workspace_bytes // layout.partial_bytes(1, chunks)
+        if rows < 1:
+            raise ConfigError(
+                f"FlashInfer workspace: {workspace_bytes} bytes hold no row of {int(seq_lens_host.max())} tokens; "
+                "raise VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
+            )
+        return rows
+
+    launches = cut_rows(layout, np.diff(query_start_host), seq_lens_host, rows_for)
     return [
-        _rows_launch(layout, np.array(g, dtype=np.int64), table_width, len(seq_lens_host), device) for g in groups if g
+        _rows_launch(layout, np.array(pieces, dtype=np.int64), int(query_start_host[0]), block_table)
+        for pieces in launches
     ]
 
 
-def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
-    """One launch of pieces (request, first row, rows, keys of the last row)."""
+def _rows_launch(layout: Layout, pieces: np.ndarray, start: int, block_table: torch.Tensor) -> Launch:
+    """One launch of pieces (request, first row, rows, keys of the last row), whose rows follow ``start``."""
+    device, (num_requests, table_width) = block_table.device, block_table.shape
     request, first, count, keys = pieces.T
+    own = bool((np.diff(request) > 0).all())  # every request is one sequence: the batch's block table serves
     chunks = _chunks(keys)
     most, rows = int(chunks.max()), int(count.sum())
     tiles = -(-count * layout.group // TILE_ROWS)
@@ -292,9 +358,9 @@ def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
         valid=np.ones(1, dtype=np.int64),
     )
     offsets, size = _pack({name: len(section) for name, section in sections.items()})
-    indptr = np.concatenate([request, [num_requests]]) * table_width
+    indptr = (np.concatenate([request, [num_requests]]) if own else np.arange(len(pieces) + 1)) * table_width
     last = keys - (np.diff(indptr) - 1) * layout.page_size
-    extra = [np.concatenate([[0], np.cumsum(count)]), indptr, last]
+    extra = [np.concatenate([[0], np.cumsum(count)]), indptr, last, request]
     packed = np.zeros(size // 4 + sum(len(e) for e in extra), dtype=np.int32)
     for name, section in sections.items():
         packed[offsets[name] // 4 : offsets[name] // 4 + len(section)] = section
@@ -307,9 +373,11 @@ def _rows_launch(layout, pieces, table_width, num_requests, device) -> Launch:
         host = host.pin_memory()
     sent = host.to(device, non_blocking=True)
     n = len(pieces)
-    qo, kv, pages = sent[size // 4 :].split([n + 1, n + 1, n])
+    qo, kv, pages, index = sent[size // 4 :].split([n + 1, n + 1, n, n])
     plan = _plan_vector(layout, offsets, len(piece), rows, most, False)
-    return Launch(plan, sent, qo, kv, pages, slice(int(first[0]), int(first[0]) + rows))
+    at = start + int(first[0])
+    table = None if own else block_table.index_select(0, index)
+    return Launch(plan, sent, qo, kv, pages, slice(at, at + rows), table)
 
 
 def run(
@@ -349,7 +417,7 @@ def run(
             v_cache,
             launch.qo_indptr,
             launch.kv_indptr,
-            block_table.view(-1),
+            (block_table if launch.table is None else launch.table).view(-1),
             launch.last_page_len,
             out[launch.rows],
             None,

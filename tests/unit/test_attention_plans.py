@@ -106,11 +106,81 @@ def length_of(launch, i):
     return ((b - a - 1) * 16 + int(launch.last_page_len[i])) % 2**32
 
 
+def table_of(reqs):
+    """A block table whose pages name their request."""
+    return torch.arange(reqs, dtype=torch.int32)[:, None].expand(reqs, WIDTH).contiguous()
+
+
+def key_tiles_seen(layout, launches):
+    """row -> chunk -> key tiles that the kernel visits for it (prefill.cuh), and (request, last key) per row."""
+    visited, owner = {}, {}
+    for launch in launches:
+        n = len(launch.last_page_len)
+        plan, group, step = decode_plan(launch, n), layout.group, layout.key_tile
+        for i, tile, chunk in zip(plan["request"], plan["tile"], plan["chunk"], strict=True):
+            first, rows = int(launch.qo_indptr[i]), int(launch.qo_indptr[i + 1] - launch.qo_indptr[i])
+            length = length_of(launch, i)
+            begin, end = (0, length)
+            if launch.plan[14]:
+                begin = min(chunk * flashinfer.CHUNK_KEYS, length)
+                end = min((chunk + 1) * flashinfer.CHUNK_KEYS, length)
+            reach = length - rows + -(-(tile + 1) * flashinfer.TILE_ROWS // group)
+            count = -(-min(end - begin, max(reach - begin, 0)) // step)
+            for packed in range(tile * flashinfer.TILE_ROWS, min((tile + 1) * flashinfer.TILE_ROWS, rows * group)):
+                row = launch.rows.start + first + packed // group
+                visited.setdefault(row, {}).setdefault(chunk, set()).add(count)
+                table = launch.table
+                page = i if table is None else int(table[i, 0])
+                owner[row] = (page, length - rows + packed // group + 1)
+    return visited, owner
+
+
+def neutral(layout, launches):
+    """Whether each row visits exactly the key tiles that it visits when decoded alone."""
+    visited, owner = key_tiles_seen(layout, launches)
+    for row, chunks in visited.items():
+        keys = owner[row][1]
+        for chunk, counts in chunks.items():
+            left = keys - chunk * flashinfer.CHUNK_KEYS * (len(chunks) > 1 or keys > flashinfer.CHUNK_KEYS)
+            if counts != {-(-min(max(left, 0), flashinfer.CHUNK_KEYS) // layout.key_tile)}:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (28, 4, 128), (8, 4, 256), (12, 12, 64), (8, 1, 128)])
+def test_flashinfer_rows_visit_the_key_tiles_of_a_single_row_wherever_a_chunk_starts(heads):
+    layout = flashinfer.Layout(*heads, 16, torch.bfloat16, flashinfer.key_tile(heads[2], 228 << 10))
+    rng = np.random.default_rng(3)
+    for _ in range(6):
+        lengths = rng.integers(1, 5000, 5)
+        counts = np.minimum(rng.choice([1, 7, 37, 300, 1024], 5), lengths)
+        start = np.concatenate([[0], np.cumsum(counts)])
+        launches = flashinfer.plan_rows(layout, start, lengths, table_of(5), 256 << 20)
+        assert neutral(layout, launches)
+        _, owner = key_tiles_seen(layout, launches)
+        want = [(r, lengths[r] - counts[r] + k + 1) for r in range(5) for k in range(counts[r])]
+        assert [owner[row] for row in range(start[-1])] == want
+
+
+def test_flashinfer_rows_laid_on_tiles_from_the_chunks_start_visit_further_key_tiles():
+    """Negative control: the plan without the cut."""
+    layout = flashinfer.Layout(16, 8, 128, 16, torch.bfloat16)
+    pieces = np.array([(0, 0, 300, 450)])  # rows at 150 to 449; a tile holds 246 to 277, across the key tile at 256
+    assert not neutral(layout, [flashinfer._rows_launch(layout, pieces, 0, table_of(1))])
+
+
+def test_flashinfer_key_tile_follows_the_shared_memory():
+    assert [flashinfer.key_tile(d, 228 << 10) for d in (64, 128, 256)] == [128, 128, 64]
+    assert [flashinfer.key_tile(d, 100 << 10) for d in (64, 128, 256)] == [128, 64, 16]
+    with pytest.raises(UnsupportedError, match="spans several key tiles"):
+        flashinfer.Layout(8, 4, 256, 16, torch.bfloat16, 16)
+
+
 def test_flashinfer_plan_on_the_host_equals_the_plan_on_the_device():
     lengths = [1, 2048, 2049, 7000]
     start = torch.arange(5, dtype=torch.int32)
     dev = flashinfer.plan_decode(FI, start, torch.tensor(lengths, dtype=torch.int32), 8192, WIDTH)[0]
-    host = flashinfer.plan_rows(FI, start.numpy(), np.array(lengths), WIDTH, "cpu", 1 << 30)[0]
+    host = flashinfer.plan_rows(FI, start.numpy(), np.array(lengths), table_of(4), 1 << 30)[0]
     a, b = decode_plan(dev, 4), decode_plan(host, 4)
     live = [(r, t, c) for r, t, c, v in zip(a["request"], a["tile"], a["chunk"], a["valid"], strict=True) if v]
     assert live == list(zip(b["request"], b["tile"], b["chunk"], strict=True))
@@ -148,7 +218,7 @@ def test_flashinfer_replayed_launches_read_fixed_addresses():
 def test_flashinfer_cuts_a_batch_to_the_users_workspace():
     start, lengths = np.array([0, 1, 4097]), np.array([9000, 4096])
     size = 64 << 20
-    launches = flashinfer.plan_rows(FI, start, lengths, WIDTH, "cpu", size)
+    launches = flashinfer.plan_rows(FI, start, lengths, table_of(2), size)
     rows = [r for launch in launches for r in range(launch.rows.start, launch.rows.stop)]
     assert rows == list(range(4097))
     assert len(launches) > 1
