@@ -10,6 +10,7 @@ import), FlashInfer its package.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import json
 import pathlib
@@ -207,16 +208,16 @@ class FlashInfer:
 
     def __init__(self, heads, page, dtype=torch.bfloat16, workspace=394 << 20):
         self.h, self.hk, self.d = heads
-        self.layout = flashinfer.Layout(*heads, page, dtype)
+        self.layout = flashinfer.Layout(*heads, page, dtype, flashinfer.key_tile(heads[2]))
         flashinfer.kernel(dtype, self.d, False)
         self.workspace = torch.zeros(workspace, dtype=torch.uint8, device=DEV)
 
     def prepare(self, batch):
-        width = batch.table.shape[1]
         if batch.max_query == 1:
+            width = batch.table.shape[1]
             longest = int(batch.lengths.max())
             return flashinfer.plan_decode(self.layout, batch.start_dev, batch.lengths_dev, longest, width)
-        return flashinfer.plan_rows(self.layout, batch.start, batch.lengths, width, DEV, self.workspace.numel())
+        return flashinfer.plan_rows(self.layout, batch.start, batch.lengths, batch.table, self.workspace.numel())
 
     def __call__(self, batch, pool, out, plan=None):
         return flashinfer.run(
@@ -462,7 +463,7 @@ def accuracy(runner, heads, page, length=2500):
     return ((out - ref).norm() / ref.norm()).item()
 
 
-def bits(backends, checks, flashinfer_dims, save):
+def bits(backends, checks, flashinfer_dims, save, chosen):
     lengths = [*range(1, 301), 512, 1000, 4096]
     begun = time.time()
     control = 0
@@ -471,7 +472,7 @@ def bits(backends, checks, flashinfer_dims, save):
         count, bad = neighbours_check(StockFa3(heads, 16), heads, 16, [1, 2, 8, 31, 32, 33, 100, 300, 1000])
         control += bad
         print("negative control: FA3 with num_splits=1,", heads, bad, "of", count, flush=True)
-    for heads in HEADS:
+    for heads in chosen:
         label = "{} query heads, {} kv heads, {}".format(*heads)
         for name in backends:
             t0 = time.time()
@@ -639,6 +640,25 @@ def warm(part, parts):
     torch.cuda.synchronize()
 
 
+def side_by_side(args, chosen, checks) -> bool:
+    """One process per head configuration, ``args.jobs`` at a time; their checks, in the order of ``chosen``."""
+
+    def one(index):
+        part = args.out / f"heads-{index}"
+        command = [sys.executable, __file__, "--out", str(part), "--backends", args.backends, "--only", "bits"]
+        command += ["--flashinfer-dims", args.flashinfer_dims, "--heads", str(index)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        print(done.stdout if not done.returncode else done.stdout[-3000:], flush=True)
+        return done.returncode, part / "attention_invariance.json"
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(one, chosen))
+    for _, path in results:
+        if path.exists():
+            checks += json.loads(path.read_text())["checks"]
+    return all(code == 0 for code, _ in results)
+
+
 def main() -> int:
     if len(sys.argv) > 2 and sys.argv[1] == "warm":
         warm(int(sys.argv[2]), int(sys.argv[3]))
@@ -650,11 +670,14 @@ def main() -> int:
     ap.add_argument("--commit", default="", help="written into the report; default: of this checkout")
     ap.add_argument("--compare", default="", help="stock_triton: the host's Triton kernel as well (needs vLLM)")
     ap.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes to run on FlashInfer")
+    ap.add_argument("--heads", default=",".join(map(str, range(len(HEADS)))), help=f"indices into {HEADS}")
+    ap.add_argument("--jobs", type=int, default=1, help="processes that share the head configurations of 'bits'")
     args = ap.parse_args()
+    chosen = [int(i) for i in args.heads.split(",")]
     backends = args.backends.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
     good, env = True, environment(args.commit)
-    if "triton" in backends:
+    if "triton" in backends and "bits" in args.only and len(chosen) > 1:
         begun = time.time()
         helpers = [subprocess.Popen([sys.executable, __file__, "warm", str(i), "12"]) for i in range(12)]
         for helper in helpers:
@@ -667,7 +690,12 @@ def main() -> int:
     if "bits" in args.only:
         checks: list[dict] = []
         dims = [int(d) for d in args.flashinfer_dims.split(",")]
-        good = bits(backends, checks, dims, lambda: write("attention_invariance.json", checks=checks))
+        save = lambda: write("attention_invariance.json", checks=checks)
+        if args.jobs > 1:
+            good = side_by_side(args, chosen, checks)
+            save()
+        else:
+            good = bits(backends, checks, dims, save, [HEADS[i] for i in chosen])
         worst = max(c["mismatches"] for c in checks)
         print(
             f"{sum(c['comparisons'] for c in checks)} comparisons, {worst} mismatches in the worst check, control",

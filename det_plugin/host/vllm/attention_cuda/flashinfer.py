@@ -27,7 +27,10 @@ class InvariantFlashInferMetadataBuilder(PlanningBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
-        self.layout = flashinfer.Layout(self.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype)
+        keys = flashinfer.key_tile(spec.head_size)
+        self.layout = flashinfer.Layout(
+            self.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype, keys
+        )
         self.max_context = vllm_config.model_config.max_model_len
         self.limit = None
         if not self.windows:
@@ -41,8 +44,8 @@ class InvariantFlashInferMetadataBuilder(PlanningBuilder):
         return flashinfer.plan_decode(self.layout, common.query_start_loc, common.seq_lens, context, width, buffers)
 
     def _plan_batch(self, common, query_start, seq_lens) -> list[flashinfer.Launch]:
-        width = common.block_table_tensor.shape[1]
-        return flashinfer.plan_rows(self.layout, query_start, seq_lens, width, self.device, self.limit.numel())
+        table = common.block_table_tensor
+        return flashinfer.plan_rows(self.layout, query_start, seq_lens, table, self.limit.numel())
 
 
 class InvariantFlashInferImpl(PlannedImpl, TritonAttentionImpl):
