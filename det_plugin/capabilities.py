@@ -168,7 +168,8 @@ def det_plugin_capabilities() -> list[Capability]:
             reason="the all-reduce's order is not certified yet",
             instead="use --tensor-parallel-size 1",
         ),
-        Capability("cpu", "*", "torch.compile", supported=True),
+        *(Capability(platform, "*", "torch.compile", supported=True) for platform in ("cpu", "cuda")),
+        Capability("cuda", "*", "CUDA graph", supported=True),
         Capability(
             "cuda",
             "FLASHINFER",
@@ -176,18 +177,6 @@ def det_plugin_capabilities() -> list[Capability]:
             supported=False,
             reason="its answers have not been compared on a GPU yet",
             instead="use --attention-backend FLASH_ATTN or TRITON_ATTN",
-        ),
-        *(
-            Capability(
-                "cuda",
-                "*",
-                feature,
-                supported=False,
-                reason="compiled code gave other bits than eager code when both were compared on an H200, and the "
-                "repair (the host's own kernels for element-wise operators in both) has not been compared yet",
-                instead="use --enforce-eager",
-            )
-            for feature in ("torch.compile", "CUDA graph")
         ),
     ]
     return rows
