@@ -274,17 +274,46 @@ def bench(
     ] = None,
     servers: Annotated[str | None, typer.Option(help="Or measure running ones: NAME=URL, comma-separated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write JSON here, and a plot beside it.")] = None,
-    concurrency: Annotated[str, typer.Option(help="Concurrent requests, comma-separated.")] = "1,8,32",
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Sizes of the cases: cpu, or gpu (streamed, with latencies). [default: by machine]"),
+    ] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Only cases whose name holds one of these, semicolon-separated.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, interleaved.")] = 5,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    output_tokens: Annotated[int, typer.Option(min=2)] = 48,
-    prefill_prompts: Annotated[int, typer.Option(min=1, help="Prompts at once in the prefill case.")] = 8,
-    prefill_tokens: Annotated[int, typer.Option(min=1, help="Length of each of them.")] = 512,
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Start nothing that would end later than these seconds.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Concurrent requests, comma-separated. [default: cpu 1,8,32; gpu 1,8,64,256]")
+    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="[default: cpu 64; gpu 512]")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=2, help="[default: cpu 48; gpu 256]")] = None,
+    prefill_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts at once in the prefill case. [default: cpu 8; gpu 32]")
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of each of them. [default: cpu 512; gpu 4096]")
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Context of the long decode cases; 0: none. [default: cpu 0; gpu 30000]")
+    ] = None,
+    poisson_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Seconds of mixed arrivals; 0: none. [default: cpu 0; gpu 20]")
+    ] = None,
+    poisson_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests/s of mixed arrivals. [default: 70 % of stock's capacity]")
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="text (the server's tokenizer) or random (token ids). [default: cpu text; gpu random]"),
+    ] = None,
     server_args: Annotated[str, typer.Option(help="Further arguments of every started server, one string.")] = "",
     one_at_a_time: Annotated[bool, typer.Option(help="Start servers one after another; no interleaving.")] = False,
     check: Annotated[bool, typer.Option(help="Verify determinism before measuring.")] = True,
 ) -> None:
-    """Measure whole-engine tokens/s of servers, deterministic beside stock."""
+    """Measure whole-engine speed of servers, deterministic beside stock."""
 
     def action() -> int:
         from det_plugin.verify.bench import BenchOptions, run_bench
@@ -296,12 +325,19 @@ def bench(
                 host_only=host_only,
                 servers=servers,
                 out=out,
-                concurrency=numbers("--concurrency", concurrency, int),
+                suite=suite,
+                cases_filter=[part.strip() for part in (cases or "").split(";") if part.strip()],
                 rounds=rounds,
+                limit=limit,
+                concurrency=None if concurrency is None else numbers("--concurrency", concurrency, int),
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
                 prefill_prompts=prefill_prompts,
                 prefill_tokens=prefill_tokens,
+                context_tokens=context_tokens,
+                poisson_seconds=poisson_seconds,
+                poisson_rate=poisson_rate,
+                prompts=prompts,
                 server_args=server_args,
                 one_at_a_time=one_at_a_time,
                 check=check,

@@ -7,237 +7,219 @@ server, in alternating order, so that drift of the machine falls on all alike; a
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import json
-import os
-import platform
 import random
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from det_plugin.errors import ConfigError
-from det_plugin.evidence.fingerprint import PACKAGES, cpu_model, package_version
 from det_plugin.evidence.results import VerificationResult
-from det_plugin.verify.client import CompletionClient, gather
+from det_plugin.verify import bench_servers
+from det_plugin.verify.bench_client import BenchClient
+from det_plugin.verify.bench_load import WARM_TOKENS, Case, PromptSource, RandomPrompts, measure, poisson_rate
+from det_plugin.verify.bench_options import BenchOptions
+from det_plugin.verify.bench_report import METHOD, kind_of, plot, print_table, summarize
+from det_plugin.verify.bench_servers import KvCache, VllmServer, environment, gpu_facts, make_server
+from det_plugin.verify.client import ServerFailureError
 from det_plugin.verify.options import VerifyOptions
 from det_plugin.verify.prompts import Prompts
 from det_plugin.verify.runner import run_verification
-from det_plugin.verify.server import VllmServer
+from det_plugin.verify.server import ServerError
 
-KINDS = ("stock", "deterministic", "host_batch_invariant")
-METHOD = (
-    "median over rounds of tokens per wall-clock second; ratio: median over rounds of the round's own "
-    "deterministic / stock; spread: [smallest, largest] over rounds"
-)
+POISSON_WARM_SECONDS = 3.0
+IDLE_SECONDS = 5.0
+"""How long a server that is not being measured may take to become idle."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One load: ``concurrent`` requests at once.
+class Bench:
+    """One run: its servers, samples and the report written so far."""
 
-    Attributes:
-        name: as in the JSON.
-        concurrent: requests in flight.
-        prompt_tokens: length of every prompt; prompts are new in every round, so no cache hit helps.
-        new_tokens: generated per request.
-        prefill: count prompt tokens instead of generated ones.
-    """
+    def __init__(self, options: BenchOptions, say: Callable[[str], None]) -> None:
+        self.options, self.say = options, say
+        self.started = time.monotonic()
+        self.cases = options.cases()
+        self.samples: dict[str, dict[str, list[float]]] = {}
+        self.took: dict[str, float] = {}  # case -> seconds of its last visit to all servers
+        self.rate = options.poisson_rate
+        self.model = options.model or ""
+        self.cut = False
+        self.idle: dict[str, Any] = {"checks": 0, "unknown": []}
+        self.report: dict[str, Any] = {
+            "environment": environment(),
+            "method": METHOD,
+            "suite": options.suite,
+            "interleaved": not options.one_at_a_time,
+            "checks": {},
+            "server_args": options.server_args,
+            "servers": {},
+            "failed": {},
+            "idle": self.idle,
+        }
 
-    name: str
-    concurrent: int
-    prompt_tokens: int
-    new_tokens: int
-    prefill: bool = False
+    def save(self) -> None:
+        """Bring the report up to date and write it, so that a run that is killed leaves what it had."""
+        self.report |= {
+            "poisson_requests_per_second": self.rate,
+            "limit_reached": self.cut,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "cases": summarize(self.model, self.cases, self.samples),
+            "rounds": self.samples,
+        }
+        if self.options.out is not None:
+            partial = self.options.out.with_name(self.options.out.name + ".partial")
+            partial.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.options.out)
 
-    @property
-    def unit(self) -> str:
-        return "prompt tokens/s" if self.prefill else "output tokens/s"
+    def over(self, case: Case, limit: float | None) -> bool:
+        """Whether visiting ``case`` once more would pass the time limit."""
+        if limit is None:
+            return False
+        now = time.monotonic() - self.started
+        if now + self.took.get(case.name, 0.0) <= limit:
+            return False
+        if not self.cut:
+            self.say(f"time limit: {now:.0f} s of {limit:.0f} s used, {case.name} is not started")
+        self.cut = True
+        return True
 
+    # --- servers ------------------------------------------------------------------------------------------
 
-@dataclass
-class BenchOptions:
-    """What to measure; see ``det-plugin bench --help``."""
-
-    variants: list[str] = field(default_factory=list)
-    urls: dict[str, str] = field(default_factory=dict)
-    model: str | None = None
-    out: Path | None = None
-    concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
-    rounds: int = 5
-    prompt_tokens: int = 64
-    output_tokens: int = 48
-    prefill_prompts: int = 8
-    prefill_tokens: int = 512
-    server_args: list[str] = field(default_factory=list)
-    one_at_a_time: bool = False
-    check: bool = True
-
-    @classmethod
-    def from_command(
-        cls, *, host_only: str | None, servers: str | None, server_args: str, **values: Any
-    ) -> BenchOptions:
-        """Read the command line's strings.
+    def start(self, stack: ExitStack, group: list[str]) -> dict[str, VllmServer]:
+        """Start the servers of ``group`` that have no URL.
 
         Raises:
-            ConfigError: naming the option, what it got and what it accepts.
+            ServerError: too few are left to compare.
         """
-        if (host_only is None) == (servers is None):
-            raise ConfigError("give either --host-only (servers to start) or --servers (running ones)")
-        options = cls(**values)
-        if any(number < 1 for number in options.concurrency):
-            raise ConfigError(f"--concurrency: got {options.concurrency}, accepts 1 or above")
-        if servers is not None:
-            for part in servers.split(","):
-                name, mark, url = part.partition("=")
-                if not mark or not name.strip() or not url.strip():
-                    raise ConfigError(f"--servers: got {part!r}, accepts NAME=URL")
-                options.urls[name.strip()] = url.strip()
-            options.one_at_a_time = False
-            return options
-        options.variants = [part.strip() for part in (host_only or "").split(",") if part.strip()]
-        for variant in options.variants:
-            if variant.partition("@")[0] not in KINDS:
-                raise ConfigError(f"--host-only: got {variant!r}, accepts {', '.join(KINDS)}, each with @BACKEND")
-        if not options.variants:
-            raise ConfigError(f"--host-only: got nothing, accepts {', '.join(KINDS)}")
-        if options.model is None:
-            from det_plugin.verify.model import ModelError, smollm2
+        options = self.options
+        names = [name for name in group if name not in options.urls]
+        kv: KvCache | None = None
+        total = bench_servers.gpu_bytes()
+        given = any(a.partition("=")[0] == "--kv-cache-memory-bytes" for a in options.server_args)
+        if len(names) > 1 and total is not None and not given:
+            kv = bench_servers.kv_cache(str(options.model), self.cases, together=len(names), total=total)
+            self.report["kv_cache"] = asdict(kv)
+            if kv.tokens < kv.needed_tokens:
+                self.say(
+                    f"KV cache: {kv.tokens} tokens fit, the largest case needs {kv.needed_tokens}: expect preemption"
+                )
+        servers = {
+            name: make_server(name, str(options.model), options.server_args, self.cases, together=len(names), kv=kv)
+            for name in names
+        }
+        failed = bench_servers.start_servers(stack, servers, self.say, at_once=total is not None)
+        self.report["failed"] |= failed
+        left = [name for name in group if name not in failed]
+        if failed and (len(left) < 2 or not any(kind_of(name) == "stock" for name in left)):
+            raise ServerError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+        for name in failed:
+            del servers[name]
+        for name, server in servers.items():
+            self.report["servers"][name] = {
+                "startup_seconds": server.startup_seconds,
+                "started_together": len(names) if total is not None else 1,
+                "arguments": server.extra_args,
+            }
+        return servers
 
-            try:
-                options.model = str(smollm2())
-            except ModelError as error:
-                raise ConfigError(f"--model: not given, and the demo's model can't be had: {error}") from None
-        try:
-            options.server_args = shlex.split(server_args)
-        except ValueError as error:
-            raise ConfigError(f"--server-args: got {server_args!r} ({error})") from None
-        return options
+    def read_memory(self, servers: Mapping[str, VllmServer]) -> None:
+        """Record the GPU memory that each server holds now."""
+        for name, server in servers.items():
+            self.report["servers"][name]["gpu_memory_bytes"] = bench_servers.gpu_memory_of(server)
 
-    def new_tokens(self, concurrent: int) -> int:
-        """Tokens per request: ``output_tokens``, up to four times that at low concurrency (steadier timing)."""
-        return self.output_tokens * max(1, 4 // concurrent)
+    # --- rounds -------------------------------------------------------------------------------------------
 
-    def cases(self) -> list[Case]:
-        """The cases, in the order they are measured."""
-        decode = [Case(f"decode, {n} concurrent", n, self.prompt_tokens, self.new_tokens(n)) for n in self.concurrency]
-        name = f"prefill, {self.prefill_prompts} x {self.prefill_tokens}"
-        return [*decode, Case(name, self.prefill_prompts, self.prefill_tokens, 1, prefill=True)]
+    async def run(self, urls: Mapping[str, str], limit: float | None, warmed: Callable[[], None]) -> None:
+        """Warm up, then measure interleaved rounds over running servers."""
+        for name in urls:
+            self.samples[name] = {row: [] for case in self.cases for row in case.rows}
+        async with AsyncExitStack() as stack:
+            clients: dict[str, BenchClient] = {}
+            prompts: dict[str, PromptSource] = {}
+            for name, url in urls.items():
+                client = clients[name] = await stack.enter_async_context(BenchClient(url))
+                facts = await client.connect()
+                self.model = self.model or str(client.model)
+                if self.options.prompts == "random":
+                    prompts[name] = RandomPrompts.of_model(self.options.model or facts["root"])
+                else:
+                    prompts[name] = await Prompts.create(client)
+            for case in self.cases:
+                if case.load != "poisson":
+                    short = replace(case, new_tokens=min(case.new_tokens, WARM_TOKENS))
+                    await self.visit(short, list(urls), clients, prompts, -1, keep=False)
+            warmed()
+            self.say("warmed up")
+            self.save()
+            for number in range(self.options.rounds):
+                order = list(urls) if number % 2 == 0 else list(urls)[::-1]
+                for case in self.cases:
+                    if self.over(case, limit):
+                        return
+                    if case.load == "poisson" and number == 0:
+                        await self.prepare_poisson(case, clients, prompts)
+                    began = time.monotonic()
+                    await self.visit(case, order, clients, prompts, number)
+                    self.took[case.name] = time.monotonic() - began
+                    self.save()
+                self.say(f"round {number + 1} of {self.options.rounds} done")
 
+    async def prepare_poisson(
+        self, case: Case, clients: Mapping[str, BenchClient], prompts: Mapping[str, PromptSource]
+    ) -> None:
+        """Fix the arrival rate from the stock server's decode rate, and warm up with it."""
+        if self.rate is None:
+            stock = next(name for name in clients if kind_of(name) == "stock")
+            capacity = self.options.capacity_case()
+            rates = self.samples[stock].get(capacity.name) or [
+                (await measure(clients[stock], prompts[stock], capacity, random.Random("capacity")))[capacity.name]
+            ]
+            self.rate = poisson_rate(statistics.median(rates), capacity)
+        self.say(f"mixed arrivals: {self.rate:.2f} requests/s")
+        short = replace(case, seconds=min(POISSON_WARM_SECONDS, case.seconds))
+        await self.visit(short, list(clients), clients, prompts, -1, keep=False)
 
-# --- servers ------------------------------------------------------------------------------------------
+    async def visit(
+        self,
+        case: Case,
+        order: list[str],
+        clients: Mapping[str, BenchClient],
+        prompts: Mapping[str, PromptSource],
+        number: int,
+        *,
+        keep: bool = True,
+    ) -> None:
+        """One pass of ``case`` on every server in turn, all others idle."""
+        for name in order:
+            for other in order:
+                if other != name:
+                    await self.check_idle(other, clients[other])
+            rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
+            values = await measure(clients[name], prompts[name], case, rng, rate=self.rate or 0.0)
+            if keep:
+                for row, value in values.items():
+                    self.samples[name][row].append(value)
 
+    async def check_idle(self, name: str, client: BenchClient) -> None:
+        """Wait until a server has no unfinished request.
 
-def _gpu_facts() -> list[str]:
-    """``name, driver`` of every visible NVIDIA GPU."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
-def make_server(variant: str, options: BenchOptions, *, together: int) -> VllmServer:
-    """A server of one variant, not started.
-
-    Args:
-        variant: ``stock``, ``deterministic`` or ``host_batch_invariant``, with an optional ``@BACKEND``.
-        options: model and further arguments.
-        together: how many servers share the device.
-    """
-    kind, _, backend = variant.partition("@")
-    args = list(options.server_args)
-    env: dict[str, str] = {}
-    if backend:
-        args += ["--attention-backend", backend]
-    if kind == "host_batch_invariant":
-        env["VLLM_BATCH_INVARIANT"] = "1"
-    if _gpu_facts():
-        if together > 1 and not any(a.startswith("--gpu-memory-utilization") for a in args):
-            args += ["--gpu-memory-utilization", f"{0.88 / together:.2f}"]
-    elif "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        env["VLLM_CPU_KVCACHE_SPACE"] = "2"
-    longest = max(case.prompt_tokens + case.new_tokens for case in options.cases())
-    if not any(a.startswith("--max-model-len") for a in args):
-        args += ["--max-model-len", str(max(2048, longest + 64))]
-    return VllmServer(str(options.model), deterministic=kind == "deterministic", extra_args=args, env=env)
-
-
-def environment() -> dict[str, Any]:
-    """Machine and versions, as a benchmark must record them."""
-    from det_plugin import __version__
-
-    root = Path(__file__).resolve().parents[2]
-    commit = None
-    if (root / ".git").exists():
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
-        commit = done.stdout.strip() or None
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "cpu": cpu_model(),
-        "cores": affinity,
-        "gpus": _gpu_facts(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version for name in PACKAGES if (version := package_version(name))},
-        "det_plugin": __version__,
-        "commit": commit,
-        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-    }
-
-
-# --- measuring ----------------------------------------------------------------------------------------
-
-
-async def measure(client: CompletionClient, prompts: Prompts, case: Case, rng: random.Random) -> float:
-    """Tokens per second of one pass of ``case``."""
-
-    async def one(prompt: list[int]) -> int:
-        usage = await client.generate(prompt, max_tokens=case.new_tokens, salt=client.fresh_salt())
-        return len(prompt) if case.prefill else usage
-
-    texts = [prompts.prompt(rng, case.prompt_tokens) for _ in range(case.concurrent)]
-    started = time.perf_counter()
-    tokens = sum(await gather(one(text) for text in texts))
-    return tokens / (time.perf_counter() - started)
-
-
-async def _measure_all(
-    urls: Mapping[str, str], options: BenchOptions, say: Callable[[str], None]
-) -> tuple[str, dict[str, dict[str, list[float]]]]:
-    """Interleaved rounds over running servers: (model, server -> case -> tokens/s per round)."""
-    samples: dict[str, dict[str, list[float]]] = {name: {c.name: [] for c in options.cases()} for name in urls}
-    async with AsyncExitStack() as stack:
-        clients: dict[str, CompletionClient] = {}
-        prompts: dict[str, Prompts] = {}
-        for name, url in urls.items():
-            clients[name] = await stack.enter_async_context(CompletionClient(url))
-            await clients[name].connect()
-            prompts[name] = await Prompts.create(clients[name])
-        for number in range(-1, options.rounds):  # round -1 warms up and is not kept
-            order = list(urls) if number % 2 == 0 else list(urls)[::-1]
-            for case in options.cases():
-                for name in order:
-                    rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
-                    rate = await measure(clients[name], prompts[name], case, rng)
-                    if number >= 0:
-                        samples[name][case.name].append(rate)
-            say(f"round {number + 1} of {options.rounds} done" if number >= 0 else "warmed up")
-        return str(next(iter(clients.values())).model), samples
+        Raises:
+            ServerFailureError: it still has one after :data:`IDLE_SECONDS`.
+        """
+        if name in self.idle["unknown"]:
+            return
+        deadline = time.monotonic() + IDLE_SECONDS
+        while (unfinished := await client.unfinished()) != 0:
+            if unfinished is None:
+                self.idle["unknown"].append(name)
+                return
+            if time.monotonic() > deadline:
+                raise ServerFailureError(f"{name} has {unfinished} unfinished requests while another is measured")
+            await asyncio.sleep(0.1)
+        self.idle["checks"] += 1
 
 
 def check_servers(urls: Mapping[str, str], say: Callable[[str], None]) -> dict[str, VerificationResult]:
@@ -258,152 +240,58 @@ def check_servers(urls: Mapping[str, str], say: Callable[[str], None]) -> dict[s
     return results
 
 
-def summarize(
-    model: str, options: BenchOptions, samples: Mapping[str, Mapping[str, Sequence[float]]]
-) -> list[dict[str, Any]]:
-    """The ``cases`` of the JSON: medians, ratios and spreads.
-
-    The first server whose name starts with ``deterministic`` is compared with the first that starts with
-    ``stock``; further servers stand under ``others``.
-    """
-    stock = next((n for n in samples if n.startswith("stock")), None)
-    det = next((n for n in samples if n.startswith("deterministic")), None)
-    cases = []
-    for case in options.cases():
-        rates = {name: list(values[case.name]) for name, values in samples.items()}
-        median = {name: statistics.median(values) for name, values in rates.items()}
-        spread: dict[str, Any] = {name: [min(v), max(v)] for name, v in rates.items()}
-        ratios = _ratios(rates, stock, det)
-        if ratios:
-            spread["ratio"] = [min(ratios), max(ratios)]
-        others = {}
-        for name in samples:
-            if name not in (stock, det):
-                other = _ratios(rates, stock, name)
-                others[name] = {"value": median[name], "ratio": statistics.median(other) if other else None}
-        cases.append(
-            {
-                "model": Path(model).name,
-                "case": case.name,
-                "unit": case.unit,
-                "stock": median[stock] if stock else None,
-                "deterministic": median[det] if det else None,
-                "ratio": statistics.median(ratios) if ratios else None,
-                "runs": options.rounds,
-                "spread": spread,
-                **({"others": others} if others else {}),
-            }
-        )
-    return cases
-
-
-def _ratios(rates: Mapping[str, Sequence[float]], base: str | None, name: str | None) -> list[float]:
-    if base is None or name is None:
-        return []
-    return [b / a for a, b in zip(rates[base], rates[name], strict=True)]
-
-
 def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -> int:
     """Start or find the servers, check, measure, print a table, write JSON and a plot.
 
     Returns:
-        0; 1 when a deterministic server failed its check; 2 when a server could not be checked.
+        0; 1 when a deterministic server failed its check; 2 when a server did not start or could not be checked.
 
     Raises:
-        ServerError, ServerFailureError: a server could not start or failed.
+        ServerError, ServerFailureError: too few servers started, or one failed.
+        ConfigError: the servers don't fit the GPU, or the prompts can't be made.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    env = environment()
-    samples: dict[str, dict[str, list[float]]] = {}
-    checks: dict[str, str] = {}
-    model = ""
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options, say)
     names = options.variants or list(options.urls)
-    for group in [[name] for name in names] if options.one_at_a_time else [names]:
+    groups = [[name] for name in names] if options.one_at_a_time else [names]
+    for number, group in enumerate(groups):
+        limit = None if options.limit is None else options.limit * (number + 1) / len(groups)
         with ExitStack() as stack:
-            urls = {name: options.urls.get(name, "") for name in group}
-            for name in group:
-                if name not in options.urls:
-                    say(f"starting {name}")
-                    server = stack.enter_context(make_server(name, options, together=len(group)))
-                    urls[name] = server.base_url
-                    say(f"{name} is up after {server.startup_seconds:.0f} s")
+            servers = bench.start(stack, group)
+            urls = {
+                n: servers[n].base_url if n in servers else options.urls[n]
+                for n in group
+                if n in servers or n in options.urls
+            }
             if options.check:
                 for name, result in check_servers(urls, say).items():
-                    checks[name] = result.status
+                    bench.report["checks"][name] = result.status
                     if name.startswith("deterministic") and result.exit_code:
                         say(f"{name} failed its check; nothing is measured. {result.error}")
                         return result.exit_code
-            model, measured = asyncio.run(_measure_all(urls, options, say))
-            samples.update(measured)
-    report: dict[str, Any] = {
-        "environment": env,
-        "method": METHOD,
-        "interleaved": not options.one_at_a_time,
-        "checks": checks,
-        "server_args": options.server_args,
-        "cases": summarize(options.model or model, options, samples),
-        "rounds": samples,
-    }
-    print_table(report["cases"], list(samples))
+
+            def warmed(servers: Mapping[str, VllmServer] = servers) -> None:
+                bench.read_memory(servers)
+                if gpu_facts():
+                    time.sleep(1.5)  # nvidia-smi's sample covers up to a second
+                    bench.idle["gpu_utilization_percent"] = bench_servers.gpu_utilization()
+
+            try:
+                asyncio.run(bench.run(urls, limit, warmed))
+            except ServerFailureError as error:
+                for name, server in servers.items():
+                    if server.returncode is not None:
+                        raise ServerError(
+                            f"{name} ended with status {server.returncode}: {error}\n{server.log_tail(25)}"
+                        ) from error
+                raise
+            bench.read_memory(servers)
+    bench.save()
+    print_table(bench.report["cases"])
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         say(f"wrote {options.out}")
-        picture = plot(report, options.out.with_suffix(".png"))
-        say(f"wrote {picture}" if picture else "no plot: matplotlib is not installed (extra 'bench')")
-    return 0
-
-
-def print_table(cases: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Print medians and ratios."""
-    from rich.console import Console
-    from rich.table import Table
-
-    others = [n for n in names if any(n in c.get("others", {}) for c in cases)]
-    table = Table(title="tokens per second, median over rounds")
-    for column in ("case", "stock", "deterministic", "ratio", "spread of ratio", *others):
-        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=column != "case")
-    for case in cases:
-        spread = case["spread"].get("ratio")
-        row = [
-            f"{case['case']} ({case['unit']})",
-            *(f"{case[k]:.1f}" if case[k] is not None else "-" for k in ("stock", "deterministic")),
-            f"{case['ratio']:.3f}" if case["ratio"] is not None else "-",
-            f"{spread[0]:.2f} to {spread[1]:.2f}" if spread else "-",
-        ]
-        for name in others:
-            entry = case["others"][name]
-            row.append(f"{entry['value']:.1f}" + (f" ({entry['ratio']:.2f})" if entry["ratio"] else ""))
-        table.add_row(*row)
-    Console().print(table)
-
-
-def plot(report: Mapping[str, Any], path: Path) -> Path | None:
-    """Bars of every server relative to stock, with the rounds' spread; None without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return None
-    rounds, cases = report["rounds"], [case["case"] for case in report["cases"]]
-    base = next((n for n in rounds if n.startswith("stock")), next(iter(rounds)))
-    figure, axes = pyplot.subplots(figsize=(1.8 + 1.5 * len(cases), 4))
-    width = 0.8 / len(rounds)
-    for k, name in enumerate(rounds):
-        ratios = [_ratios({"b": rounds[base][c], "n": rounds[name][c]}, "b", "n") for c in cases]
-        middle = [statistics.median(r) for r in ratios]
-        low = [m - min(r) for m, r in zip(middle, ratios, strict=True)]
-        high = [max(r) - m for m, r in zip(middle, ratios, strict=True)]
-        where = [i + (k - (len(rounds) - 1) / 2) * width for i in range(len(cases))]
-        axes.bar(where, middle, width * 0.92, yerr=[low, high], capsize=3, label=name)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set_xticks(range(len(cases)), cases, rotation=12)
-    axes.set_ylabel(f"tokens per second relative to {base}")
-    axes.set_title(f"{report['cases'][0]['model']}, {', '.join(report['environment']['gpus']) or 'CPU'}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+        picture = plot(bench.report, options.out.with_suffix(".png"))
+        say(f"wrote {picture}" if picture else "no plot: matplotlib is not installed, or nothing to compare")
+    return 2 if bench.report["failed"] else 0

@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -112,7 +112,7 @@ class CompletionClient:
             transport=transport,
         )
 
-    async def __aenter__(self) -> CompletionClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -307,29 +307,6 @@ class CompletionClient:
             cached_tokens=_cached_tokens(data),
         )
 
-    async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
-        """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
-
-        Raises:
-            ServerFailureError: no answer, an HTTP error, or fewer tokens than asked for.
-        """
-        body = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_salt": salt,
-        }
-        data = await self._json("POST", COMPLETIONS, body)
-        count = (data.get("usage") or {}).get("completion_tokens") if isinstance(data, dict) else None
-        if count != max_tokens:
-            raise ServerFailureError(
-                f"server at {self.base_url} generated {count} tokens where {max_tokens} were asked for"
-            )
-        self.output_tokens += max_tokens
-        return max_tokens
-
     async def post(self, body: dict[str, Any]) -> list[Answer]:
         """Send a request body (plus what is needed to read ids and logprobs): one answer per choice."""
         data = await self._json("POST", COMPLETIONS, self._wrap(body))
@@ -403,7 +380,7 @@ class CompletionClient:
         return answer
 
     @asynccontextmanager
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    async def _events(self, body: dict[str, Any] | bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         async def read(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             finished = False
             async for line in response.aiter_lines():
@@ -423,7 +400,9 @@ class CompletionClient:
                 raise ServerFailureError(f"server at {self.base_url} stopped answering in mid-run (stream cut off)")
 
         try:
-            async with self._http.stream("POST", COMPLETIONS, json=body) as response:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"Content-Type": "application/json"}
+            async with self._http.stream("POST", COMPLETIONS, content=content, headers=headers) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     self._check(response, f"POST {COMPLETIONS}")

@@ -202,21 +202,30 @@ class VllmServer:
             ServerError: the process ended, or ``startup_timeout`` seconds have passed since the start.  The
                 server is stopped first.
         """
-        deadline = self._started + self.startup_timeout
-        while True:
-            if self._process is None:
-                raise ServerError("server was not started")
-            status = self._process.poll()
-            if status is not None:
-                self.stop()
-                raise ServerError(self._failure(f"ended with status {status} before it was healthy"))
-            if self.is_healthy():
-                self.startup_seconds = time.monotonic() - self._started
-                return self
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ServerError(self._failure(f"not healthy after {self.startup_timeout:.0f} s"))
+        while not self.poll_ready():
             time.sleep(0.25)
+        return self
+
+    def poll_ready(self) -> bool:
+        """Whether the server is healthy now; sets :attr:`startup_seconds` the first time it is.
+
+        Raises:
+            ServerError: as :meth:`wait_ready`.
+        """
+        if self._process is None:
+            raise ServerError("server was not started")
+        status = self._process.poll()
+        if status is not None:
+            self.stop()
+            raise ServerError(self._failure(f"ended with status {status} before it was healthy"))
+        if self.is_healthy():
+            if self.startup_seconds is None:
+                self.startup_seconds = time.monotonic() - self._started
+            return True
+        if time.monotonic() > self._started + self.startup_timeout:
+            self.stop()
+            raise ServerError(self._failure(f"not healthy after {self.startup_timeout:.0f} s"))
+        return False
 
     def kill(self) -> None:
         """SIGKILL to the whole process group, at once (for crash tests)."""

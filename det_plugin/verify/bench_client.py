@@ -1,0 +1,107 @@
+"""The benchmark's client: short requests and answers, and the times of streamed tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from det_plugin.verify.client import COMPLETIONS, CompletionClient, ServerFailureError
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When one streamed answer was asked for, began and ended (``time.perf_counter`` seconds), and its tokens."""
+
+    sent: float
+    first: float
+    last: float
+    tokens: int
+
+
+class BenchClient(CompletionClient):
+    """A client that asks for neither token ids nor logprobs."""
+
+    async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
+        """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
+
+        Raises:
+            ServerFailureError: no answer, an HTTP error, or fewer tokens than asked for.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+        }
+        data = await self._json("POST", COMPLETIONS, body)
+        count = (data.get("usage") or {}).get("completion_tokens") if isinstance(data, dict) else None
+        if count != max_tokens:
+            raise ServerFailureError(
+                f"server at {self.base_url} generated {count} tokens where {max_tokens} were asked for"
+            )
+        self.output_tokens += max_tokens
+        return max_tokens
+
+    def stream_body(self, prompt: Sequence[int], *, max_tokens: int, salt: str, interval: int) -> bytes:
+        """The encoded request for :meth:`timed`, made ahead so that encoding isn't timed.
+
+        Args:
+            prompt: token ids.
+            max_tokens: tokens to generate, greedily; end-of-text is ignored.
+            salt: ``cache_salt``.
+            interval: tokens per chunk after the first token; servers that don't know the field send every token.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+            "stream": True,
+            "stream_interval": interval,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(body).encode()
+
+    async def timed(self, body: bytes, *, tokens: int) -> Timing:
+        """Send a body of :meth:`stream_body` and time its answer's first and last token.
+
+        Raises:
+            ServerFailureError: no answer, an HTTP error, or another number of tokens than ``tokens``.
+        """
+        count: int | None = None
+        sent = time.perf_counter()
+        first = last = 0.0
+        async with self._events(body) as events:
+            async for data in events:
+                if data.get("choices"):
+                    last = time.perf_counter()
+                    first = first or last
+                if data.get("usage"):
+                    count = data["usage"].get("completion_tokens")
+        if count != tokens or not first:
+            raise ServerFailureError(
+                f"server at {self.base_url} generated {count} tokens where {tokens} were asked for"
+            )
+        self.output_tokens += tokens
+        return Timing(sent, first, last, tokens)
+
+    async def unfinished(self) -> int | None:
+        """Requests running or waiting in the server as ``/metrics`` tells; None when it doesn't.
+
+        Raises:
+            ServerFailureError: no answer.
+        """
+        response = await self._send("GET", "/metrics")
+        if response.status_code != httpx.codes.OK:
+            return None
+        found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", response.text, re.M)
+        return int(sum(map(float, found))) if found else None
