@@ -27,7 +27,8 @@ def load(name: str) -> dict[str, Any] | None:
 def environment(document: dict[str, Any]) -> str:
     """One line: device, driver and versions."""
     facts = document.get("environment") or {}
-    device = facts.get("gpu") or facts.get("cpu") or document.get("device") or "?"
+    gpus = [", driver ".join(gpu.split(", ", 1)) for gpu in facts.get("gpus") or ()]
+    device = facts.get("gpu") or next(iter(gpus), None) or facts.get("cpu") or document.get("device") or "?"
     parts = [str(device)]
     for key, label in (
         ("cores", "cores"),
@@ -53,17 +54,68 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def speed_table(document: dict[str, Any]) -> list[str]:
-    """``cases`` with stock, deterministic and ratio (above 1: faster than stock)."""
-    lines = ["| model | case | unit | stock | deterministic | ratio | runs |", "|---|---|---|---|---|---|---|"]
-    for case in document["cases"]:
-        if case.get("stock") and case.get("deterministic"):
-            name = f"{case['case']}" + (f" ({case['backend']})" if case.get("backend") else "")
+def is_headline(case: dict[str, Any]) -> bool:
+    """Throughput, and the p99 latencies of the mixed load: what the README shows."""
+    return case["unit"] != "ms" or (case["case"].startswith("mixed") and case["case"].endswith("p99"))
+
+
+def speed_table(document: dict[str, Any], short: bool = False) -> list[str]:
+    """``cases`` with stock, deterministic and the host's own mode, and both ratios to stock.
+
+    In ms rows a ratio below 1 is faster than stock, in all others above 1.
+    """
+    cases = [c for c in document["cases"] if c.get("stock") and (not short or is_headline(c))]
+    cases = [c for c in cases if c.get("deterministic") or c.get("host_batch_invariant")]
+    host = any(c.get("host_batch_invariant") for c in cases)
+    columns = ["model", "case", "unit", "stock", "deterministic", "ratio"]
+    columns += ["host's batch-invariant mode", "its ratio"] if host else []
+    lines = [f"| {' | '.join([*columns, 'runs'])} |", "|---" * (len(columns) + 1) + "|"]
+    for c in cases:
+        backend = c.get("backend") or "default"
+        cells = [c["model"], c["case"] + (f" ({backend})" if backend != "default" else ""), c["unit"]]
+        values = [(c["stock"], ".4g"), (c.get("deterministic"), ".4g"), (c.get("ratio"), ".3f")]
+        if host:
+            values += [(c.get("host_batch_invariant"), ".4g"), (c.get("host_ratio"), ".3f")]
+        cells += ["" if value is None else f"{value:{form}}" for value, form in values]
+        lines.append(f"| {' | '.join([*cells, str(c.get('runs', ''))])} |")
+    return lines
+
+
+def geometric_means(document: dict[str, Any]) -> list[str]:
+    """Per model and backend: the mean decode ratio over the numbers of requests."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for c in document["cases"]:
+        if c["case"].startswith("decode, ") and c["unit"] != "ms" and c.get("ratio"):
+            groups[(c["model"], c.get("backend") or "default")].append(c["ratio"])
+    return [
+        f"Geometric mean of the decode ratios, {model}"
+        + (f" ({backend})" if backend != "default" else "")
+        + f": {geometric_mean(ratios):.3f}."
+        for (model, backend), ratios in groups.items()
+        if len(ratios) > 1
+    ]
+
+
+def startup_table(document: dict[str, Any]) -> list[str]:
+    """Start-up seconds and GPU memory of every server of every run."""
+    lines = ["| run | server | start-up s | started together | GPU memory GiB |", "|---|---|---|---|---|"]
+    for number, session in enumerate(document.get("sessions") or [document]):
+        for name, facts in (session.get("servers") or {}).items():
+            memory = facts.get("gpu_memory_bytes")
             lines.append(
-                f"| {case['model']} | {name} | {case['unit']} | {case['stock']:.4g} | {case['deterministic']:.4g} "
-                f"| {case['ratio']:.3f} | {case.get('runs', '')} |"
+                f"| {number} | {name} | {facts['startup_seconds']:.1f} | {facts['started_together']} "
+                f"| {'' if memory is None else f'{memory / 2**30:.1f}'} |"
             )
     return lines
+
+
+def draw(name: str) -> None:
+    """Redraw the plot beside a result of ``det-plugin bench``; nothing without matplotlib."""
+    sys.path.insert(0, str(ROOT))
+    from det_plugin.verify.bench_report import plot
+
+    if document := load(name):
+        plot(document, (RESULTS / name).with_suffix(".png"))
 
 
 def invariance_table(document: dict[str, Any]) -> list[str]:
@@ -124,7 +176,14 @@ def render(short: bool) -> str:
     """The generated section: of the README (``short``), or all of ``docs/results.md``."""
     out: list[str] = []
     if document := load("cpu/speed.json"):
-        out += section("Speed on a CPU", "cpu/speed.json", speed_table(document), document)
+        out += section("Speed on a CPU", "cpu/speed.json", speed_table(document, short), document)
+    if document := load("h200/speed.json"):
+        body = [*speed_table(document, short), "", *geometric_means(document)]
+        if (RESULTS / "h200" / "speed.png").exists():
+            body += ["", "![speed relative to stock](benchmarks/results/h200/speed.png)"]
+        if not short:
+            body += ["", *startup_table(document)]
+        out += section("Whole-engine speed on a GPU", "h200/speed.json", body, document)
     names = ("h200/engine_invariance_triton.json", "h200/engine_invariance_flash_attn.json")
     if engines := [d for d in map(load, names) if d]:
         out += section(
@@ -167,6 +226,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if not options.check:
+        draw("h200/speed.json")
     stale = []
     for path, short in ((ROOT / "README.md", True), (ROOT / "docs" / "results.md", False)):
         text = path.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from typing import Any
 from det_plugin.evidence.results import VerificationResult
 from det_plugin.verify import bench_servers
 from det_plugin.verify.bench_client import BenchClient
-from det_plugin.verify.bench_load import WARM_TOKENS, Case, PromptSource, RandomPrompts, measure, poisson_rate
+from det_plugin.verify.bench_load import WARM_TOKENS, Case, PromptSource, RandomPrompts, measure, poisson_rate, wake
 from det_plugin.verify.bench_options import BenchOptions
 from det_plugin.verify.bench_report import METHOD, kind_of, plot, print_table, summarize
 from det_plugin.verify.bench_servers import KvCache, VllmServer, environment, gpu_facts, make_server
@@ -42,7 +42,7 @@ class Bench:
         self.options, self.say = options, say
         self.started = time.monotonic()
         self.cases = options.cases()
-        self.samples: dict[str, dict[str, list[float]]] = {}
+        self.samples: dict[str, dict[str, list[float | None]]] = {}
         self.took: dict[str, float] = {}  # case -> seconds of its last visit to all servers
         self.rate = options.poisson_rate
         self.model = options.model or ""
@@ -174,10 +174,11 @@ class Bench:
         if self.rate is None:
             stock = next(name for name in clients if kind_of(name) == "stock")
             capacity = self.options.capacity_case()
-            rates = self.samples[stock].get(capacity.name) or [
-                (await measure(clients[stock], prompts[stock], capacity, random.Random("capacity")))[capacity.name]
-            ]
-            self.rate = poisson_rate(statistics.median(rates), capacity)
+            rates = self.samples[stock].get(capacity.name)
+            if not rates:
+                values = await measure(clients[stock], prompts[stock], capacity, random.Random("capacity"))
+                rates = [values[capacity.name]]
+            self.rate = poisson_rate(statistics.median(v for v in rates if v is not None), capacity)
         self.say(f"mixed arrivals: {self.rate:.2f} requests/s")
         short = replace(case, seconds=min(POISSON_WARM_SECONDS, case.seconds))
         await self.visit(short, list(clients), clients, prompts, -1, keep=False)
@@ -197,6 +198,7 @@ class Bench:
             for other in order:
                 if other != name:
                     await self.check_idle(other, clients[other])
+            await wake(clients[name], prompts[name], random.Random(f"{number}/{case.name}/wake"))
             rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
             values = await measure(clients[name], prompts[name], case, rng, rate=self.rate or 0.0)
             if keep:

@@ -176,20 +176,29 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
 
 
-def latencies(name: str, timings: Sequence[Timing], kinds: Sequence[str] = (TTFT, TPOT)) -> dict[str, float]:
-    """Rows of milliseconds: p50 and p99 over requests."""
+Values = dict[str, float | None]
+"""Row -> what one pass measured; None where it could not."""
+
+
+def latencies(name: str, timings: Sequence[Timing], kinds: Sequence[str] = (TTFT, TPOT)) -> Values:
+    """Rows of milliseconds: p50 and p99 over requests.
+
+    Answers that came in one piece have no time per output token; None when all did.
+    """
     values = {
         TTFT: [t.first - t.sent for t in timings],
-        TPOT: [(t.last - t.first) / (t.tokens - 1) for t in timings if t.tokens > 1],
+        TPOT: [(t.last - t.first) / (t.tokens - 1) for t in timings if t.last > t.first],
     }
     return {
-        f"{name}: {kind} p{p}": 1e3 * percentile(values[kind], p) for kind in kinds if values[kind] for p in (50, 99)
+        f"{name}: {kind} p{p}": 1e3 * percentile(values[kind], p) if values[kind] else None
+        for kind in kinds
+        for p in (50, 99)
     }
 
 
 async def measure(
     client: BenchClient, prompts: PromptSource, case: Case, rng: random.Random, *, rate: float = 0.0
-) -> dict[str, float]:
+) -> Values:
     """One pass of ``case``: a value for each of :attr:`Case.rows`.
 
     Args:
@@ -216,7 +225,7 @@ async def measure(
     timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - started
     tokens = case.concurrent * (case.prompt_tokens if case.load == "prefill" else case.new_tokens)
-    row = {case.name: tokens / seconds}
+    row: Values = {case.name: tokens / seconds}
     return row if case.load == "prefill" else row | latencies(case.name, timings)
 
 
@@ -224,7 +233,12 @@ def _body(client: BenchClient, prompt: list[int], new_tokens: int, salt: str) ->
     return client.stream_body(prompt, max_tokens=new_tokens, salt=salt, interval=STREAM_INTERVAL)
 
 
-async def _context(client: BenchClient, texts: list[list[int]], case: Case) -> dict[str, float]:
+async def wake(client: BenchClient, prompts: PromptSource, rng: random.Random) -> None:
+    """One short request that isn't measured: caches and clocks recover from the server's idle time."""
+    await client.timed(_body(client, prompts.prompt(rng, 16), 8, client.fresh_salt()), tokens=8)
+
+
+async def _context(client: BenchClient, texts: list[list[int]], case: Case) -> Values:
     """Fill the prefix cache with the prompts (their time to first token), then decode from there."""
     salts = [client.fresh_salt() for _ in texts]
     filling = [_body(client, text, 1, salt) for text, salt in zip(texts, salts, strict=True)]
@@ -233,10 +247,10 @@ async def _context(client: BenchClient, texts: list[list[int]], case: Case) -> d
     timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - min(t.first for t in timings)
     tokens = sum(t.tokens - 1 for t in timings)
-    return {case.name: tokens / seconds} | latencies(case.name, filled, (TTFT,))
+    return {case.name: tokens / seconds if seconds > 0 else None, **latencies(case.name, filled, (TTFT,))}
 
 
-async def _poisson(client: BenchClient, plan: Sequence[Arrival], case: Case) -> dict[str, float]:
+async def _poisson(client: BenchClient, plan: Sequence[Arrival], case: Case) -> Values:
     salt = client.fresh_salt()  # one for all: prefixes are shared within the pass, never with an earlier one
     bodies = [_body(client, arrival.prompt, arrival.new_tokens, salt) for arrival in plan]
     started = time.perf_counter()

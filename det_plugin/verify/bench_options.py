@@ -91,8 +91,8 @@ class BenchOptions:
         if options.prompts not in ("text", "random"):
             raise ConfigError(f"--prompts: got {options.prompts!r}, accepts text, random")
         if not options.cases():
-            names = "; ".join(case.name for case in options.all_cases())
-            raise ConfigError(f"--cases: got {options.cases_filter}, no case of suite {options.suite} has it: {names}")
+            known = "; ".join(case.name for case in options.all_cases())
+            raise ConfigError(f"--cases: got {options.cases_filter}, no case of suite {options.suite} has it: {known}")
         if servers is not None:
             for part in servers.split(","):
                 name, mark, url = part.partition("=")

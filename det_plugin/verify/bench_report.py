@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from det_plugin.verify.bench_load import Case
 
-Samples = Mapping[str, Mapping[str, Sequence[float]]]
-"""server -> row -> one value per round."""
+Samples = Mapping[str, Mapping[str, Sequence[float | None]]]
+"""server -> row -> one value per round; None where it could not be measured."""
 
 METHOD = (
     "median over rounds of tokens per wall-clock second, or of the round's p50/p99 over requests in ms; ratio: median "
@@ -49,7 +50,8 @@ def _ratios(samples: Samples, row: str, base: str | None, name: str | None) -> l
     if base is None or name is None:
         return []
     # rounds that were cut off may hold a value of one server only
-    return [b / a for a, b in zip(samples[base].get(row, ()), samples[name].get(row, ()), strict=False)]
+    pairs = zip(samples[base].get(row, ()), samples[name].get(row, ()), strict=False)
+    return [b / a for a, b in pairs if a and b]
 
 
 def summarize(model: str, cases: Sequence[Case], samples: Samples) -> list[dict[str, Any]]:
@@ -60,8 +62,8 @@ def summarize(model: str, cases: Sequence[Case], samples: Samples) -> list[dict[
         grouped = {k: servers[k] for k in ("stock", "deterministic", "host_batch_invariant")}
         for case in cases:
             for row, unit in case.rows.items():
-                values = {name: list(samples[name].get(row, ())) for name in names}
-                if not any(values[n] for n in grouped.values() if n is not None) and not any(values.values()):
+                values = {n: [v for v in samples[n].get(row, ()) if v is not None] for n in names}
+                if not any(values.values()):
                     continue
                 median = {name: statistics.median(v) for name, v in values.items() if v}
                 shown = [n for n in grouped.values() if n] + [n for n in names if not kind_of(n)]
@@ -137,7 +139,8 @@ def print_table(cases: Sequence[Mapping[str, Any]]) -> None:
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 0)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    # where nobody watches, rich assumes 80 columns and would cut the names
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def is_latency(case: Mapping[str, Any]) -> bool:
