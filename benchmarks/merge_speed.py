@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 HOST_FIELDS = ("host_batch_invariant", "host_ratio")
-RUN_FIELDS = ("environment", "suite", "interleaved", "checks", "server_args", "servers", "failed", "idle", "kv_cache")
+RUN_FIELDS = (
+    *("environment", "suite", "interleaved", "checks", "server_args", "servers", "failed", "idle", "kv_cache"),
+    *("gpu_memory_used_bytes", "poisson_requests_per_second", "limit_reached"),
+)
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, str]:

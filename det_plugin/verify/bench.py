@@ -122,11 +122,13 @@ class Bench:
                 "startup_seconds": server.startup_seconds,
                 "started_together": len(names) if total is not None else 1,
                 "arguments": server.extra_args,
+                "startup_log": bench_servers.startup_log(server),
             }
         return servers
 
     def read_memory(self, servers: Mapping[str, VllmServer]) -> None:
-        """Record the GPU memory that each server holds now."""
+        """Record the GPU memory that each server, and all of them, hold now."""
+        self.report["gpu_memory_used_bytes"] = bench_servers.gpu_memory_used()
         for name, server in servers.items():
             self.report["servers"][name]["gpu_memory_bytes"] = bench_servers.gpu_memory_of(server)
 

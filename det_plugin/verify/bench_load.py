@@ -69,9 +69,15 @@ class Case:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return (
-            POISSON_LONGEST * self.prompt_tokens if self.load == "poisson" else self.prompt_tokens
-        ) + self.new_tokens
+        if self.load == "poisson":
+            return POISSON_LONGEST * self.prompt_tokens + 2 * self.new_tokens
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens in the KV cache at once, block rounding included (``poisson``: with room for a queue)."""
+        requests = self.concurrent * (POISSON_QUEUE if self.load == "poisson" else 1)
+        return requests * (self.prompt_tokens + self.new_tokens + 32)
 
 
 class PromptSource(Protocol):
@@ -129,6 +135,9 @@ POISSON_PREFIXES = (0.125, 0.25, 0.5, 1.0, 2.0)
 POISSON_TAIL = (0.125, 0.75)
 """Range of the part of a prompt that is its own."""
 POISSON_LONGEST = 3
+"""No prompt is longer than this many ``prompt_tokens``."""
+POISSON_QUEUE = 4
+"""Requests in flight that the memory plan allows, in multiples of ``concurrent``."""
 POISSON_LOAD = 0.7
 """Share of the stock server's measured capacity."""
 

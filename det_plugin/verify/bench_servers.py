@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -69,6 +70,29 @@ def gpu_memory_of(server: VllmServer) -> int | None:
             if os.getsid(int(pid)) == server.pid:
                 held.append(int(mebibytes) << 20)
     return sum(held) or None
+
+
+def gpu_memory_used() -> int | None:
+    """Bytes in use on the first GPU by everyone; None without one."""
+    rows = nvidia_smi("memory.used")
+    return int(float(rows[0][0])) << 20 if rows else None
+
+
+STARTUP_LINES = re.compile(
+    r"(Model loading took|torch\.compile took|Graph capturing finished|GPU KV cache size|init engine \().*"
+)
+
+
+def startup_log(server: VllmServer) -> list[str]:
+    """What the server's log says about the parts of its start.
+
+    Memory that it measured from the GPU's free memory is off where several servers start at once.
+    """
+    try:
+        text = server.log_path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [match[0].strip() for match in STARTUP_LINES.finditer(text)][:12]
 
 
 def environment() -> dict[str, Any]:
@@ -156,7 +180,7 @@ def kv_cache(folder: str, cases: Sequence[Case], *, together: int, total: int) -
             "add --kv-cache-memory-bytes and --gpu-memory-utilization to --server-args, or use --one-at-a-time"
         ) from None
     longest = max(case.longest for case in cases)
-    needed = max(case.concurrent * (case.prompt_tokens + case.new_tokens + 32) for case in cases)
+    needed = max(case.tokens_at_once for case in cases)
     needed = int(KV_SLACK * max(needed, longest + 64))
     room = int(total * USABLE) // together - weights - RESERVE
     size = min(needed * per_token, room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_arrivals_are_equal_for_every_server_and_share_prefixes():
     assert first == second
     assert first != arrivals(case, 5.0, RandomPrompts(1000), random.Random("1/x"))
     assert 220 < len(first) < 380  # 300 expected
-    assert all(0 <= a.at < 60 and len(a.prompt) + a.new_tokens <= case.longest + case.new_tokens for a in first)
+    assert all(0 <= a.at < 60 and len(a.prompt) + a.new_tokens <= case.longest for a in first)
     assert len({tuple(a.prompt[:8]) for a in first}) == 5
     assert len({tuple(a.prompt) for a in first}) == len(first)
     assert {a.new_tokens for a in first} == {8, 16, 24}
@@ -154,6 +155,37 @@ def test_timed_reads_first_and_last_token():
     assert timing.tokens == 5
 
 
+def test_timed_sees_a_chunk_when_it_is_sent():
+    """Over a real socket: the second chunk comes 0.3 s after the first, and is not waited for with it."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-le"))
+        await reader.readexactly(length)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        token, usage = {"choices": [{"text": ""}]}, {"choices": [], "usage": {"completion_tokens": 33}}
+        for pause, payload in ((0.1, token), (0.3, token), (0.1, usage), (0.0, "[DONE]")):
+            await asyncio.sleep(pause)
+            text = payload if isinstance(payload, str) else json.dumps(payload)
+            event = f"data: {text}\n\n".encode()
+            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> list[Timing]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, BenchClient(f"http://127.0.0.1:{port}", model="fake") as client:
+            body = client.stream_body([1, 2], max_tokens=33, salt="s", interval=32)
+            return await asyncio.gather(*(client.timed(body, tokens=33) for _ in range(20)))
+
+    for timing in asyncio.run(run()):
+        assert timing.first - timing.sent >= 0.1
+        assert 0.15 < timing.last - timing.first < 0.4  # the usage that follows doesn't count
+
+
 # --- whole runs -------------------------------------------------------------------------------------------
 
 
@@ -162,7 +194,8 @@ def model(tmp_path):
     return model_shapes.write("Qwen3-0.6B", tmp_path / "models")
 
 
-def test_gpu_suite_over_running_servers(tmp_path, model):
+def test_gpu_suite_over_running_servers(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("det_plugin.verify.bench_options.CONTEXT_OUTPUT", 20)
     out = tmp_path / "speed.json"
     with SocketServer(FakeVllm()) as stock, SocketServer(FakeVllm(delay=0.004)) as slow:
         names = f"stock={stock.url},deterministic@TRITON_ATTN={slow.url},host_batch_invariant={slow.url}"
@@ -274,6 +307,27 @@ def test_servers_start_at_the_same_time_and_a_failure_is_told():
         assert servers["b"].startup_seconds < servers["a"].startup_seconds
         assert all(servers[name].is_healthy() for name in "ab")
     assert servers["a"].pid is servers["b"].pid is None
+
+
+def test_nvidia_smi_is_read(tmp_path, monkeypatch):
+    """With a stand-in of the tool: facts, totals, and the memory of a server's own processes only."""
+    tool = tmp_path / "nvidia-smi"
+    with stand_in("--wait", "0") as server:
+        tool.write_text(
+            "#!/bin/sh\ncase $1 in\n"
+            f"*compute-apps*) echo '{server.pid}, 1000'; echo '{os.getpid()}, 7'; echo '999999999, 5';;\n"
+            "*memory.total*) echo 143771;;\n*memory.used*) echo 1500;;\n*utilization*) echo 3;;\n"
+            "*) echo 'NVIDIA H200, 580.1';;\nesac\n"
+        )
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert bench_servers.gpu_facts() == ["NVIDIA H200, 580.1"]
+        assert bench_servers.gpu_bytes() == 143771 << 20
+        assert bench_servers.gpu_memory_used() == 1500 << 20
+        assert bench_servers.gpu_utilization() == 3
+        assert bench_servers.gpu_memory_of(server) == 1000 << 20
+        server.log_path.write_text("(E) INFO 1 [a.py:1] Graph capturing finished in 9 secs, took 1.00 GiB\nother\n")
+        assert bench_servers.startup_log(server) == ["Graph capturing finished in 9 secs, took 1.00 GiB"]
 
 
 def test_memory_plan_gives_the_cases_what_they_need(tmp_path):
