@@ -256,7 +256,7 @@ def start_servers(
         at_once: start all together rather than one after another.
 
     Returns:
-        Why servers failed, by name; empty when all are up.
+        The last line of why servers failed, by name (``say`` gets all of it); empty when all are up.
     """
     failed: dict[str, str] = {}
     for group in [list(servers)] if at_once else [[name] for name in servers]:
@@ -272,7 +272,7 @@ def start_servers(
                         continue
                     say(f"{name} is up after {servers[name].startup_seconds:.0f} s")
                 except ServerError as error:
-                    failed[name] = str(error)
+                    failed[name] = (str(error).strip().splitlines() or ["unknown"])[-1][:400]
                     say(f"{name} did not start: {error}")
                 waiting.remove(name)
             if waiting:
