@@ -48,6 +48,7 @@ class Bench:
         self.model = options.model or ""
         self.cut = False
         self.idle: dict[str, Any] = {"checks": 0, "unknown": []}
+        self.clients: dict[str, BenchClient] = {}
         self.report: dict[str, Any] = {
             "environment": environment(),
             "method": METHOD,
@@ -65,6 +66,7 @@ class Bench:
         self.report |= {
             "poisson_requests_per_second": self.rate,
             "limit_reached": self.cut,
+            "answers_in_one_piece": {n: f"{c.pieces[1]} of {c.pieces[0]}" for n, c in self.clients.items()},
             "seconds": round(time.monotonic() - self.started, 1),
             "cases": summarize(self.model, self.cases, self.samples),
             "rounds": self.samples,
@@ -142,7 +144,7 @@ class Bench:
             clients: dict[str, BenchClient] = {}
             prompts: dict[str, PromptSource] = {}
             for name, url in urls.items():
-                client = clients[name] = await stack.enter_async_context(BenchClient(url))
+                client = clients[name] = self.clients[name] = await stack.enter_async_context(BenchClient(url))
                 facts = await client.connect()
                 self.model = self.model or str(client.model)
                 if self.options.prompts == "random":

@@ -22,9 +22,24 @@ class Timing:
     last: float
     tokens: int
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether the server's front end held the first token back until the last: no time between tokens."""
+        return self.tokens > 1 and self.last - self.first <= ONE_PIECE * (self.last - self.sent)
+
+
+ONE_PIECE = 0.01
+"""Share of an answer's time within which all its tokens came, for it to count as sent in one piece."""
+
 
 class BenchClient(CompletionClient):
-    """A client that asks for neither token ids nor logprobs."""
+    """A client that asks for neither token ids nor logprobs.
+
+    Attributes:
+        pieces: timed answers of more than one token so far, and those of them that came in one piece.
+    """
+
+    pieces: tuple[int, int] = (0, 0)
 
     async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
         """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
@@ -92,7 +107,10 @@ class BenchClient(CompletionClient):
                 f"server at {self.base_url} generated {count} tokens where {tokens} were asked for"
             )
         self.output_tokens += tokens
-        return Timing(sent, first, last, tokens)
+        timing = Timing(sent, first, last, tokens)
+        if tokens > 1:
+            self.pieces = (self.pieces[0] + 1, self.pieces[1] + timing.in_one_piece)
+        return timing
 
     async def unfinished(self) -> int | None:
         """Requests running or waiting in the server as ``/metrics`` tells; None when it doesn't.

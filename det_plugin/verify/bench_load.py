@@ -196,7 +196,7 @@ def latencies(name: str, timings: Sequence[Timing], kinds: Sequence[str] = (TTFT
     """
     values = {
         TTFT: [t.first - t.sent for t in timings],
-        TPOT: [(t.last - t.first) / (t.tokens - 1) for t in timings if t.last > t.first],
+        TPOT: [(t.last - t.first) / (t.tokens - 1) for t in timings if t.tokens > 1 and not t.in_one_piece],
     }
     return {
         f"{name}: {kind} p{p}": 1e3 * percentile(values[kind], p) if values[kind] else None
@@ -256,7 +256,8 @@ async def _context(client: BenchClient, texts: list[list[int]], case: Case) -> V
     timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - min(t.first for t in timings)
     tokens = sum(t.tokens - 1 for t in timings)
-    return {case.name: tokens / seconds if seconds > 0 else None, **latencies(case.name, filled, (TTFT,))}
+    held_back = any(t.in_one_piece for t in timings)
+    return {case.name: None if held_back else tokens / seconds, **latencies(case.name, filled, (TTFT,))}
 
 
 async def _poisson(client: BenchClient, plan: Sequence[Arrival], case: Case) -> Values:

@@ -239,16 +239,23 @@ class SocketServer:
                     outer.server.socket.close()
                     return
 
-                async def run() -> tuple[int, bytes]:
+                async def run() -> None:
                     request = httpx.Request(self.command, f"http://fake{self.path}", content=content)
                     response = await fake.handle(request)
-                    return response.status_code, await response.aread()
+                    self.send_response(response.status_code)
+                    if "content-length" in response.headers:
+                        payload = await response.aread()
+                        self.send_header("content-length", str(len(payload)))
+                        self.end_headers()
+                        self.wfile.write(payload)
+                        return
+                    self.send_header("transfer-encoding", "chunked")
+                    self.end_headers()
+                    async for event in response.aiter_bytes():
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+                    self.wfile.write(b"0\r\n\r\n")
 
-                status, payload = asyncio.run(run())
-                self.send_response(status)
-                self.send_header("content-length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
+                asyncio.run(run())
 
             do_GET = do_POST = _answer  # noqa: N815
 
