@@ -161,15 +161,13 @@ def run_single(args) -> dict:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if kind == "host":
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     import torch
     from vllm import LLM, SamplingParams
 
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     cuda = torch.cuda.is_available()
     global GREEDY_ONLY
-    GREEDY_ONLY = kind != "det" and not cuda
+    GREEDY_ONLY = kind == "stock" and not cuda
     keywords: dict = {}
     seqs = min(args.seqs, int(chunk))
     cache_tokens = int(options.get("kvtokens", 65536))
@@ -186,7 +184,9 @@ def run_single(args) -> dict:
         keywords["num_gpu_blocks_override"] = cache_tokens // 16
     if "async" in options:
         keywords["async_scheduling"] = options["async"] == "1"
-    if kind == "det":
+    if kind == "wrong":
+        lay_rows_anywhere()
+    if kind in ("det", "wrong"):
         keywords["enable_deterministic_inference"] = True
         allow_unproven(backend, ("torch.compile", "CUDA graph", "attention backend"))
     started = time.time()
@@ -351,6 +351,14 @@ def preemptions(llm) -> int:
         return int(getattr(core.scheduler, "num_preemptions", -1))
 
 
+def lay_rows_anywhere() -> None:
+    """A deliberately wrong schedule: FlashInfer's query tiles start where a chunk of a prompt does."""
+    from det_plugin.attention import flashinfer
+
+    flashinfer.Layout.__post_init__ = lambda self: None
+    flashinfer.Layout.cut = property(lambda self: 1)
+
+
 def token_bytes(model: pathlib.Path) -> int:
     """Bytes of keys and values per token, in bfloat16."""
     config = json.loads((model / "config.json").read_text())
@@ -368,8 +376,7 @@ ENGINES = {
         "det,{b},compile,512",
         "det,{b},compile,8192,kvtokens=20000",
         "det,{b},eager,64,kvtokens=12000,async=0",
-        "stock,{b},eager,8192",
-        "stock,{b},compile,512",
+        "{control},{b},eager,512",
     ],
 }
 
@@ -419,7 +426,9 @@ def main() -> int:
     else:
         args.model_name = args.model.name
     started = time.time()
-    plan = [(b, single.format(b=b)) for single in ENGINES[args.plan] for b in args.backends.split(",")]
+    control = lambda b: "wrong" if b == "FLASHINFER" else "stock"
+    backends = args.backends.split(",")
+    plan = [(b, single.format(b=b, control=control(b))) for single in ENGINES[args.plan] for b in backends]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         rows = [row for row in pool.map(lambda job: run_engine(args, started, *job), plan) if row]
     failed = sorted({single for _, single in plan} - {row["engine"] for row in rows})
@@ -490,7 +499,7 @@ def write_report(args, rows: list[dict], failed: list[str]) -> int:
                 "name": name, "model": args.model_name, "backend": row["backend"], "comparisons": 0, "mismatches": 0,
                 "negative_control_mismatches": 0, "negative_control_comparisons": 0,
             })  # fmt: skip
-            stock = row["engine"].startswith(("stock", "host"))
+            stock = row["engine"].startswith(("stock", "wrong"))
             at["negative_control_mismatches" if stock else "mismatches"] += entry["mismatches"]
             at["negative_control_comparisons" if stock else "comparisons"] += entry["comparisons"]
             wrong += 0 if stock else entry["mismatches"]
