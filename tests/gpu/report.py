@@ -1,0 +1,86 @@
+"""Every GPU check in one command, merged into one report.
+
+    python tests/gpu/report.py --out benchmarks/results/h200
+
+Runs ops_check, attention_check and engine_check (each can be run alone) and writes invariance.json:
+``{"environment": …, "checks": [{"name", "model", "backend", "comparisons", "mismatches",
+"negative_control_mismatches"}]}``, beside each check's own files and logs.  ``--merge`` only merges the files that
+are there.  Exit code 0: no mismatch and every check ran; 1: a mismatch; 2: a check failed to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+FIELDS = ("name", "model", "backend", "comparisons", "mismatches", "negative_control_mismatches")
+PARTS = {"engine": "engine_invariance.json", "attention": "attention_invariance.json", "ops": "ops_invariance.json"}
+
+
+def commands(args) -> dict[str, list[str]]:
+    """The command of each part, in the order they run; timings come last, when nothing else uses the GPU."""
+    commit = ["--commit", args.commit] if args.commit else []
+    out = ["--out", str(args.out)]
+    backends = ["--backends", "triton,fa3,flashinfer"]
+    every = {
+        "engine": ["engine_check.py", "--plan", "full", "--backends", args.backends, "--light", "--rounds", "20",
+                   "--tokens", "40", "--jobs", str(args.jobs), "--limit", str(args.limit), *commit],
+        "attention": ["attention_check.py", *backends, "--only", "bits", "--jobs", str(args.jobs), *commit],
+        "ops": ["ops_check.py", "--seconds", "90", *commit],
+        "speed": ["attention_check.py", *backends, "--only", "speed", "--compare", "stock_triton", *commit],
+    }  # fmt: skip
+    chosen = args.only.split(",") if args.only else list(every)
+    return {name: [sys.executable, str(HERE / every[name][0]), *every[name][1:], *out] for name in chosen}
+
+
+def merge(folder: pathlib.Path) -> dict:
+    """One document of the parts' checks; the environment is that of the engine check, or of what there is."""
+    checks, environment = [], None
+    for name in PARTS.values():
+        path = folder / name
+        if not path.exists():
+            continue
+        document = json.loads(path.read_text())
+        environment = environment or document["environment"]
+        for check in document["checks"]:
+            checks.append({field: check.get(field) for field in FIELDS})
+    return {"environment": environment, "checks": checks}
+
+
+def main() -> int:
+    """Run, merge, print what differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--backends", default="FLASH_ATTN,TRITON_ATTN,FLASHINFER")
+    parser.add_argument("--jobs", type=int, default=8, help="engines, or head configurations, at a time")
+    parser.add_argument("--limit", type=float, default=330, help="seconds for the engines")
+    parser.add_argument("--only", help="of engine, attention, ops, speed")
+    parser.add_argument("--merge", action="store_true", help="merge the files that are there")
+    parser.add_argument("--commit", help="commit of the source, for the reports")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    codes = {}
+    for name, command in {} if args.merge else commands(args).items():
+        started = time.time()
+        with (args.out / f"{name}.log").open("w") as log:
+            codes[name] = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        print(f"{name}: exit code {codes[name]}, {time.time() - started:.0f} s", flush=True)
+        print("\n".join((args.out / f"{name}.log").read_text().splitlines()[-30:])[-5000:], flush=True)
+    document = merge(args.out)
+    (args.out / "invariance.json").write_text(json.dumps(document, indent=1) + "\n")
+    wrong = [c for c in document["checks"] if c["mismatches"]]
+    blind = [c for c in document["checks"] if not c["negative_control_mismatches"]]
+    total = sum(c["comparisons"] for c in document["checks"])
+    print(f"{total:,} comparisons, {sum(c['mismatches'] for c in wrong)} mismatches", codes)
+    print("mismatches in:", [(c["name"], c["model"], c["backend"], c["mismatches"]) for c in wrong])
+    print("without a failing negative control:", [(c["name"], c["model"], c["backend"]) for c in blind])
+    return 1 if wrong else 2 if any(codes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
