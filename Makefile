@@ -44,7 +44,7 @@ soak: setup-dev ## 200 random batch compositions; SEED=n repeats one
 	$(BIN)/python -m pytest tests/e2e -m soak $(if $(SEED),--hypothesis-seed=$(SEED))
 
 bench: setup-dev ## stock against deterministic throughput on this CPU
-	$(BIN)/det-plugin bench --host-only stock,deterministic
+	$(BIN)/det-plugin bench --suite cpu --host-only stock,deterministic
 
 clean: ## remove reports, build and tool caches
 	rm -rf report build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks

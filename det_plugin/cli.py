@@ -276,7 +276,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write JSON here, and a plot beside it.")] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help="Sizes of the cases: cpu, or gpu (streamed, with latencies). [default: by machine]"),
+        typer.Option(help="Sizes of the cases: cpu, or gpu (streamed, with latencies). (default: by machine)"),
     ] = None,
     cases: Annotated[
         str | None, typer.Option(help="Only cases whose name holds one of these, semicolon-separated.")
@@ -286,28 +286,28 @@ def bench(
         float | None, typer.Option(min=1, help="Start nothing that would end later than these seconds.")
     ] = None,
     concurrency: Annotated[
-        str | None, typer.Option(help="Concurrent requests, comma-separated. [default: cpu 1,8,32; gpu 1,8,64,256]")
+        str | None, typer.Option(help="Concurrent requests, comma-separated. (default: cpu 1,8,32; gpu 1,8,64,256)")
     ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="[default: cpu 64; gpu 512]")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=2, help="[default: cpu 48; gpu 256]")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="(default: cpu 64; gpu 512)")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=2, help="(default: cpu 48; gpu 256)")] = None,
     prefill_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at once in the prefill case. [default: cpu 8; gpu 32]")
+        int | None, typer.Option(min=1, help="Prompts at once in the prefill case. (default: cpu 8; gpu 32)")
     ] = None,
     prefill_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of each of them. [default: cpu 512; gpu 4096]")
+        int | None, typer.Option(min=1, help="Length of each of them. (default: cpu 512; gpu 4096)")
     ] = None,
     context_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Context of the long decode cases; 0: none. [default: cpu 0; gpu 30000]")
+        int | None, typer.Option(min=0, help="Context of the long decode cases; 0: none. (default: cpu 0; gpu 30000)")
     ] = None,
     poisson_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of mixed arrivals; 0: none. [default: cpu 0; gpu 20]")
+        float | None, typer.Option(min=0, help="Seconds of mixed arrivals; 0: none. (default: cpu 0; gpu 20)")
     ] = None,
     poisson_rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests/s of mixed arrivals. [default: 70 % of stock's capacity]")
+        float | None, typer.Option(min=0.001, help="Requests/s of mixed arrivals. (default: 70 % of stock's capacity)")
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(help="text (the server's tokenizer) or random (token ids). [default: cpu text; gpu random]"),
+        typer.Option(help="text (the server's tokenizer) or random (token ids). (default: cpu text; gpu random)"),
     ] = None,
     server_args: Annotated[str, typer.Option(help="Further arguments of every started server, one string.")] = "",
     one_at_a_time: Annotated[bool, typer.Option(help="Start servers one after another; no interleaving.")] = False,
