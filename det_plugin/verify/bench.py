@@ -250,7 +250,8 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
     """Start or find the servers, check, measure, print a table, write JSON and a plot.
 
     Returns:
-        0; 1 when a deterministic server failed its check; 2 when a server did not start or could not be checked.
+        0; 1 when a deterministic server failed its check; 2 when a server did not start or could not be checked, or
+        when the time limit left nothing measured.
 
     Raises:
         ServerError, ServerFailureError: too few servers started, or one failed.
@@ -295,6 +296,9 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
                 raise
             bench.read_memory(servers)
     bench.save()
+    if not bench.report["cases"]:
+        say("nothing was measured: the time limit left no round")
+        return 2
     print_table(bench.report["cases"])
     if options.out is not None:
         say(f"wrote {options.out}")

@@ -261,17 +261,38 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, model):
     assert {row["case"]: row["runs"] for row in data["cases"]}["decode, 2 concurrent"] == 1
 
 
-def test_limit_stops_before_a_round_that_would_pass_it(tmp_path, model):
+def test_limit_counts_what_the_case_took_last_time():
+    state = bench.Bench(BenchOptions(suite="gpu"), lambda _: None)
+    case = state.cases[0]
+    state.started -= 50
+    assert not state.over(case, None)
+    assert not state.over(case, 60.0)
+    state.took[case.name] = 20.0
+    assert not state.over(case, 1000.0)
+    assert not state.cut
+    assert state.over(case, 60.0)
+    assert state.cut
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(25_000, 2), (5_000, 0)])
+def test_limit_stops_before_a_round_that_would_pass_it(limit, rounds, tmp_path, model, monkeypatch):
+    """On a clock that moves by 10,000 s before each visit."""
+    original = bench.Bench.over
+
+    def over(self, case, seconds):
+        self.started -= 10_000
+        return original(self, case, seconds)
+
+    monkeypatch.setattr(bench.Bench, "over", over)
     out = tmp_path / "speed.json"
-    args = ["--suite", "gpu", "--cases", "decode, 1 ", "--output-tokens", 40, "--prompt-tokens", 20, "--no-check"]
-    with SocketServer(FakeVllm(delay=0.01)) as server:
+    args = ["--suite", "gpu", "--cases", "decode, 1 ", "--output-tokens", 4, "--prompt-tokens", 20, "--no-check"]
+    with SocketServer(FakeVllm()) as server:
         names = f"stock={server.url},deterministic={server.url}"
-        result = invoke("--servers", names, *args, "--rounds", 100, "--limit", 3, "--out", out, "--model", model)
-    assert result.exit_code == 0, result.output
+        result = invoke("--servers", names, *args, "--rounds", 9, "--limit", limit, "--out", out, "--model", model)
+    assert result.exit_code == (0 if rounds else 2), result.output
     data = json.loads(out.read_text())
     assert data["limit_reached"]
-    assert 1 <= data["cases"][0]["runs"] < 100
-    assert data["seconds"] < 5
+    assert [len(values) for values in data["rounds"]["stock"].values()] == [rounds] * 5
 
 
 def test_a_busy_server_is_not_measured_beside(monkeypatch):
