@@ -52,12 +52,16 @@ class Client:
 
 @pytest.fixture(scope="module")
 def det(det_server):
-    return Client(det_server)
+    client = Client(det_server)
+    yield client
+    client.http.close()
 
 
 @pytest.fixture(scope="module")
 def stock(stock_server):
-    return Client(stock_server)
+    client = Client(stock_server)
+    yield client
+    client.http.close()
 
 
 # --- row 9: prompt logprobs and the order of requests, prefix caching on --------------------------------------------

@@ -247,25 +247,74 @@ def test_rows_7_8_engines_are_compared_with_each_other():
     assert rows[1]["checks"]["another engine"]["mismatches"] == 1
 
 
-# --- row 22: logprobs of chosen ids -------------------------------------------------------------------------------
+# --- rows 13, 14, 15, 19, 22: through the class that the CPU host runs --------------------------------------------
 
 
-def test_row_22_logprob_token_ids_leave_the_neighbours_alone():
-    """Rows of the V1 sampler: one asks for ids, its neighbours for their top five."""
-    torch = pytest.importorskip("torch")
+@pytest.fixture(scope="module")
+def host_sampler():
     pytest.importorskip("vllm", reason="the sampler is a subclass of the host's")
-    import numpy as np
-
     from det_plugin.host.vllm import sampler_v1
 
-    sampler = sampler_v1.make_sampler_class()()
+    return sampler_v1.make_sampler_class()()
+
+
+def test_rows_13_14_15_19_the_hosts_sampler_takes_each_row_alone(host_sampler):
+    """Rows of every kind in batches of 64 and 65, against each alone; the batch's largest k for all would differ."""
+    import numpy as np
+    import torch
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+
+    vocabulary, count = 3000, 65
+    kinds = [  # temperature, top_k, top_p, min_p
+        (0.0, vocabulary, 1.0, 0.0),
+        (0.8, vocabulary, 1.0, 0.0),
+        (1.0, 3, 1.0, 0.0),
+        (1.0, vocabulary, 0.1, 0.0),
+        (1.0, 40, 0.9, 0.0),
+        (1.0, vocabulary, 1.0, 0.3),
+        (5.0, 1, 1.0, 0.0),
+    ]
+    temperature, top_k, top_p, min_p = zip(*(kinds[i % len(kinds)] for i in range(count)), strict=True)
+    logits = torch.from_numpy((np.random.default_rng(9).standard_normal((count, vocabulary)) * 2).astype(np.float32))
+    seeds = np.array([42 if i % 3 else 1000 + i for i in range(count)], dtype=np.int64)
+    positions = np.arange(count, dtype=np.int64) * 7 + 5
+
+    def sample(rows, k=top_k):
+        column = lambda values, dtype=torch.float32: torch.tensor([values[i] for i in rows], dtype=dtype)
+        processor = object.__new__(MinPLogitsProcessor)
+        processor.min_p_cpu = column(min_p).numpy()
+        processor.min_p_count = int((processor.min_p_cpu > 0).sum())
+        host_sampler.det_seeds, host_sampler.det_positions = seeds[rows], positions[rows]
+        limited = any(k[i] < vocabulary for i in rows)
+        metadata = SimpleNamespace(
+            all_greedy=all(temperature[i] == 0 for i in rows),
+            temperature=column(temperature),
+            top_k=column(k, torch.int32) if limited else None,
+            top_p=column(top_p) if any(top_p[i] < 1 for i in rows) else None,
+            logitsprocs=SimpleNamespace(argmax_invariant=[processor]),
+        )
+        return host_sampler.sample(logits[rows].clone(), metadata)[0].tolist()
+
+    alone = [sample([i])[0] for i in range(count)]
+    assert len(set(alone)) > count // 2
+    for size in (64, 65):
+        rows = np.random.default_rng(size).permutation(count)[:size].tolist()
+        assert sample(rows) == [alone[i] for i in rows]
+    assert sample(list(range(count)), [vocabulary] * count) != alone
+
+
+def test_row_22_logprob_token_ids_leave_the_neighbours_alone(host_sampler):
+    """Rows of the V1 sampler: one asks for ids, its neighbours for their top five."""
+    import numpy as np
+    import torch
+
     scores = (np.random.default_rng(8).standard_normal((4, 3000)) * 3).astype(np.float32)
     sampled = np.array([5, 6, 7, 8])
     exact = torch.from_numpy(scores).double().log_softmax(-1).numpy()
 
     def ask(rows, wanted, top):
         metadata = SimpleNamespace(logprob_token_ids=wanted, max_num_logprobs=top)
-        found = sampler._scores(scores[rows], sampled[rows], metadata, False)
+        found = host_sampler._scores(scores[rows], sampled[rows], metadata, False)
         return [t.numpy() for t in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)]
 
     chosen = [2999, 0, 17, 17, 4, 9, 1]
