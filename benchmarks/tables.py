@@ -130,28 +130,62 @@ def invariance_table(document: dict[str, Any]) -> list[str]:
     return lines + [f"| {n} | {b} | {c:,} | {m} | {k:,} |" for (n, b), (c, m, k) in sums.items()]
 
 
-def engine_table(documents: list[dict[str, Any]]) -> list[str]:
-    """Whole engines, one row each: comparisons with the same request run alone."""
-    lines = ["| engine | requests | comparisons | mismatches | what differs |", "|---|---|---|---|---|"]
-    for document in documents:
-        for engine in document["engines"]:
-            checks = engine["checks"]
-            wrong = [name for name, entry in checks.items() if entry["mismatches"]]
-            lines.append(
-                f"| `{engine['engine']}` | {engine['requests']} | {sum(c['comparisons'] for c in checks.values()):,} "
-                f"| {sum(c['mismatches'] for c in checks.values()):,} | {', '.join(wrong) or '-'} |"
-            )
-        lines += [f"| {name} | not run or cut off | | | |" for name in document["failed"]]
+def engine_table(document: dict[str, Any], short: bool) -> list[str]:
+    """Whole engines: one row per backend (``short``), or per engine."""
+    lines = [
+        "| backend | engines | requests | comparisons | mismatches | the control's mismatches |",
+        "|---|---|---|---|---|---|",
+    ]
+    tally = lambda engine, field: sum(entry[field] for entry in engine["checks"].values())
+    engines = document["engines"]
+    for backend in dict.fromkeys(engine["backend"] for engine in engines):
+        mine = [e for e in engines if e["backend"] == backend and e["engine"].startswith("det")]
+        control = [e for e in engines if e["backend"] == backend and not e["engine"].startswith("det")]
+        differ = (
+            f"{sum(tally(e, 'mismatches') for e in control):,} of {sum(tally(e, 'comparisons') for e in control):,}"
+        )
+        lines.append(
+            f"| {backend} | {len(mine)} | {sum(e['requests'] for e in mine):,} "
+            f"| {sum(tally(e, 'comparisons') for e in mine):,} | {sum(tally(e, 'mismatches') for e in mine):,} "
+            f"| {differ} ({', '.join(e['engine'].split(',')[0] for e in control)}) |"
+        )
+    if short:
+        return lines
+    lines += ["", "| engine | requests | preemptions | comparisons | mismatches | in |", "|---|---|---|---|---|---|"]
+    for e in engines:
+        wrong = [name for name, entry in e["checks"].items() if entry["mismatches"]]
+        lines.append(
+            f"| `{e['engine']}` | {e['requests']:,} | {e['preemptions']} | {tally(e, 'comparisons'):,} "
+            f"| {tally(e, 'mismatches'):,} | {', '.join(wrong) or '-'} |"
+        )
+    return lines + [f"| `{name}` | not run or cut off | | | | |" for name in document["failed"]]
+
+
+def server_table(document: dict[str, Any]) -> list[str]:
+    """Verified servers: one row each."""
+    lines = ["| server | backend | mode | modes that held | after SIGKILL | samples |", "|---|---|---|---|---|---|"]
+    for e in document["servers"]:
+        modes = e.get("modes") or []
+        held = (
+            f"{sum(m['status'] == 'same' for m in modes)} of {len(modes)}" if modes else f"not run: {e['error'][-90:]}"
+        )
+        again = {True: "same answers", False: "different", None: "-"}[e.get("same_after_restart")]
+        samples = sum(m["samples"] for m in modes)
+        lines.append(f"| {e['server']} | {e['backend']} | {e['mode']} | {held} | {again} | {samples:,} |")
     return lines
 
 
 def attention_table(document: dict[str, Any]) -> list[str]:
     """Attention kernels: microseconds per layer, and stock time over ours."""
-    lines = ["| case | heads | stock | fa3 | stock / fa3 | triton | stock / triton |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | stock FA3 | fa3 | ratio | triton | ratio | flashinfer | ratio | stock Triton |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for c in document["cases"]:
         lines.append(
-            f"| {c['case']} | {c['heads']} | {c['stock']} | {c.get('fa3', '')} | {c.get('fa3_ratio', '')} "
-            f"| {c.get('triton', '')} | {c.get('triton_ratio', '')} |"
+            f"| {c['case']} | {c['stock']} | {c.get('fa3', '')} | {c.get('fa3_ratio', '')} "
+            f"| {c.get('triton', '')} | {c.get('triton_ratio', '')} "
+            f"| {c.get('flashinfer', '')} | {c.get('flashinfer_ratio', '')} | {c.get('stock_triton', '')} |"
         )
     return lines
 
@@ -184,11 +218,15 @@ def render(short: bool) -> str:
         if not short:
             body += ["", *startup_table(document)]
         out += section("Whole-engine speed on a GPU", "h200/speed.json", body, document)
-    names = ("h200/engine_invariance_triton.json", "h200/engine_invariance_flash_attn.json")
-    if engines := [d for d in map(load, names) if d]:
-        out += section(
-            "Whole engine on a GPU, random Qwen3-0.6B-shaped model", names[0], engine_table(engines), engines[0]
-        )
+    for name, what in (
+        ("h200/engine_invariance.json", "random Qwen3-0.6B-shaped model"),
+        ("h200/engine_invariance_smollm2.json", "SmolLM2-135M-Instruct"),
+    ):
+        if document := load(name):
+            out += section(f"Whole engine on a GPU, {what}", name, engine_table(document, short), document)
+    if document := load("h200/server_verification.json"):
+        title = f"Servers of {document['model']} on a GPU, every verification mode at temperatures 0 and 0.8"
+        out += section(title, "h200/server_verification.json", server_table(document), document)
     if short:
         return "\n".join(out).strip()
     for name, title in (

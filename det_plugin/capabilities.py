@@ -170,14 +170,6 @@ def det_plugin_capabilities() -> list[Capability]:
         ),
         *(Capability(platform, "*", "torch.compile", supported=True) for platform in ("cpu", "cuda")),
         Capability("cuda", "*", "CUDA graph", supported=True),
-        Capability(
-            "cuda",
-            "FLASHINFER",
-            "attention backend",
-            supported=False,
-            reason="its answers have not been compared on a GPU yet",
-            instead="use --attention-backend FLASH_ATTN or TRITON_ATTN",
-        ),
     ]
     return rows
 

@@ -229,7 +229,7 @@ def test_rows_7_8_11_12_the_gpu_plan_crosses_every_schedule():
     assert {"async=0" in engine for engine in ours} == {True, False}
     assert len({engine[3] for engine in ours}) >= 3
     assert any("kvtokens" in option for engine in ours for option in engine)
-    assert any(engine.startswith("stock,") for engine in check.ENGINES["full"])
+    assert any(engine.startswith("{control},") for engine in check.ENGINES["full"])
 
 
 def test_rows_7_8_engines_are_compared_with_each_other():
