@@ -104,6 +104,19 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "unset VLLM_USE_V2_MODEL_RUNNER",
     ),
     "watermark": ("the watermark's own sampler is not proven", "start without a watermark configuration"),
+    "fp64 Gumbel noise": (
+        "noise is specified in fp32 with 32 random bits",
+        "start without --use-fp64-gumbel",
+    ),
+    "trace replay": (
+        "it replaces the sampled token after sampling, and is not proven",
+        "start without --enable-trace-replay",
+    ),
+    "sampling mask": ("the returned masks are not proven", "start without --return-sampling-mask"),
+    "FlashInfer sampler": (
+        "it draws from a global generator, so it is never used",
+        "unset VLLM_USE_FLASHINFER_SAMPLER, or set it to 0",
+    ),
     "diffusion": ("diffusion decoding is not proven", "use an autoregressive model"),
     "tp_invariant": (
         "sharing one order between tensor-parallel sizes is not built yet",

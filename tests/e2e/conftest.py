@@ -1,7 +1,7 @@
 """Real servers of a real model, shared by the whole session.
 
-Both servers are eager, report cached tokens and keep prefix caching on.  A test that needs other arguments
-starts a server of its own with :func:`make_server`.
+Both servers are eager, report cached tokens, keep prefix caching on and run up to 256 requests at once.  A test
+that needs other arguments starts a server of its own with :func:`make_server`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from det_plugin.verify.server import VllmServer
 
 HERE = Path(__file__).parent
 SERVED_NAME = NAME
+MANY = ["--max-num-seqs", "256"]
 TEST_TIMEOUT = 900
 
 
@@ -82,14 +83,14 @@ def make_server(model_path: Path, log_folder: Path) -> Callable[..., VllmServer]
 @pytest.fixture(scope="session")
 def stock_server(make_server: Callable[..., VllmServer]) -> Iterator[VllmServer]:
     """vLLM as it comes, without the plugin switched on."""
-    with make_server(deterministic=False) as server:
+    with make_server(deterministic=False, extra_args=MANY) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def det_server(make_server: Callable[..., VllmServer]) -> Iterator[VllmServer]:
     """The same with ``--enable-deterministic-inference``."""
-    with make_server(deterministic=True) as server:
+    with make_server(deterministic=True, extra_args=MANY) as server:
         yield server
 
 

@@ -1,8 +1,13 @@
-"""Seeded sampling through the HTTP server of a real model: seeds, resume, n, neighbours, refusals."""
+"""Seeded sampling through the HTTP server of a real model: seeds, resume, n, neighbours, routes, refusals.
+
+Logprob modes, custom logits processors, drawn seeds and batch files are in ``test_sampling_modes.py``.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -59,18 +64,62 @@ def test_seeds_repeat_and_differ(client, model):
     assert ask(client, model, sampling_seed=44) == answers[44]
 
 
-@pytest.mark.parametrize("size", [2, 9, 33])
-def test_neighbours_change_nothing(client, model, size):
-    alone = ask(client, model, seed=7)
-    with ThreadPoolExecutor(size) as pool:
-        others = [
-            pool.submit(ask, client, model, **{"prompt": f"{PROMPT} {i}", **NEIGHBOURS[i % len(NEIGHBOURS)]})
-            for i in range(size - 1)
-        ]
-        mine = pool.submit(ask, client, model, seed=7)
-        assert mine.result() == alone
-        for other in others:
-            other.result()
+OWN = [
+    {"seed": 7},
+    {"seed": 7, "temperature": 1, "top_p": 0.95},
+    {"temperature": 0, "logprobs": 5},
+]
+
+
+class Running:
+    """The largest number of requests that the server ran at once, while this is open."""
+
+    def __init__(self, server):
+        self._url, self._done, self.most = f"{server.base_url}/metrics", threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self):
+        with httpx.Client(timeout=600, trust_env=False) as client:
+            while not self._done.is_set():
+                lines = client.get(self._url).text.splitlines()
+                found = [float(x.rpartition(" ")[2]) for x in lines if x.startswith("vllm:num_requests_running")]
+                self.most = max(self.most, int(sum(found)))
+                time.sleep(0.05)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+
+def ask_together(server, model, bodies):
+    """All at once, each from a thread of its own; answers in order."""
+    limits = httpx.Limits(max_connections=len(bodies))
+    with httpx.Client(base_url=f"{server.base_url}/v1", timeout=600, trust_env=False, limits=limits) as client:
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return [f.result() for f in [pool.submit(ask, client, model, **body) for body in bodies]]
+
+
+@pytest.fixture(scope="module")
+def own_alone(client, model):
+    """Batches of one."""
+    return [ask(client, model, max_tokens=16, **own) for own in OWN]
+
+
+@pytest.mark.parametrize("size", [2, 64, 65, 256])
+def test_neighbours_change_nothing(det_server, model, own_alone, size):
+    bodies = [{"prompt": f"{i} birds", "max_tokens": 8, **NEIGHBOURS[i % len(NEIGHBOURS)]} for i in range(size)]
+    places = {0: 0, size - 1: 1} if size == 2 else {0: 0, size // 3: 1, size // 2: 2, size - 1: 0}
+    for place, own in places.items():
+        bodies[place] = {"max_tokens": 16, **OWN[own]}
+    with Running(det_server) as running:
+        answers = ask_together(det_server, model, bodies)
+    for place, own in places.items():
+        assert answers[place] == own_alone[own], f"place {place}"
+    assert running.most > size // 2, f"at most {running.most} requests ran at once: no batch of {size} was tested"
 
 
 def test_n_and_several_prompts(client, model):
@@ -86,15 +135,24 @@ def test_n_and_several_prompts(client, model):
     assert both[4:6] == sixteen[:2]
 
 
-def test_resume(client, model):
-    prompt_ids = client.post("/completions", json={**BASE, "model": model, "max_tokens": 1, "logprobs": None}).json()[
-        "choices"
-    ][0]["prompt_token_ids"]
-    whole = ask(client, model, prompt=prompt_ids, seed=11, temperature=1)[0]
-    for cut in range(1, 32, 3):
-        part = ask(client, model, prompt=prompt_ids + whole[0][:cut], seed=11, temperature=1, max_tokens=32 - cut)[0]
-        assert part[0] == whole[0][cut:]
-        assert part[1]["token_logprobs"] == whole[1]["token_logprobs"][cut:]
+def test_resume(client, det_server, model):
+    """64 sampled tokens, cut at every position."""
+    first = client.post("/completions", json={**BASE, "model": model, "max_tokens": 1, "logprobs": None})
+    prompt_ids = first.json()["choices"][0]["prompt_token_ids"]
+    whole = ask(client, model, prompt=prompt_ids, seed=11, temperature=1, max_tokens=64)[0]
+    assert len(set(whole[0])) > 20
+    parts = ask_together(
+        det_server,
+        model,
+        [
+            {"prompt": prompt_ids + whole[0][:cut], "seed": 11, "temperature": 1, "max_tokens": 64 - cut}
+            for cut in range(1, 64)
+        ],
+    )
+    for cut, [(tokens, logprobs)] in enumerate(parts, 1):
+        assert tokens == whole[0][cut:], f"cut at {cut}"
+        for field in ("token_logprobs", "top_logprobs"):
+            assert logprobs[field] == whole[1][field][cut:], f"cut at {cut}"
 
 
 def test_prompt_scope(client, model):
@@ -103,19 +161,86 @@ def test_prompt_scope(client, model):
     assert scoped != ask(client, model, seed=3)
 
 
-def test_streaming_and_chat(client, model):
-    chat = {
+CHAT = {
+    "messages": [{"role": "user", "content": "Name a colour and a river."}],
+    "max_tokens": 24,
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 4,
+}
+
+
+def events(client, path, body):
+    """The JSON of each event of a stream."""
+    with client.stream("POST", path, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        return [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+
+
+def test_every_route_gives_the_same_tokens(client, model):
+    """Chat, completions, responses, a batch of chats; streamed and not.  (A batch file: test_sampling_modes.)"""
+    body = {**CHAT, "model": model, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    chat = client.post("/chat/completions", json=body).json()
+    choice = chat["choices"][0]
+    tokens, text = choice["token_ids"], choice["message"]["content"]
+    logprobs = [(p["token"], p["logprob"]) for p in choice["logprobs"]["content"]]
+    assert len(tokens) > 8
+
+    parts = [e["choices"][0] for e in events(client, "/chat/completions", body) if e["choices"]]
+    assert "".join(p["delta"].get("content") or "" for p in parts) == text
+    assert [t for p in parts for t in p.get("token_ids") or []] == tokens
+    assert [(x["token"], x["logprob"]) for p in parts if p["logprobs"] for x in p["logprobs"]["content"]] == logprobs
+
+    batch = {**body, "messages": [CHAT["messages"], [{"role": "user", "content": "Hello"}], CHAT["messages"]]}
+    several = client.post("/chat/completions/batch", json=batch).json()["choices"]
+    assert [several[i]["token_ids"] for i in (0, 2)] == [tokens, tokens]
+    assert several[1]["token_ids"] != tokens
+
+    sampling = {k: v for k, v in CHAT.items() if k != "messages"}
+    plain = {"model": model, "prompt": chat["prompt_token_ids"], "logprobs": 2, "return_token_ids": True, **sampling}
+    completion = client.post("/completions", json=plain).json()["choices"][0]
+    assert (completion["token_ids"], completion["text"]) == (tokens, text)
+    assert completion["logprobs"]["token_logprobs"] == [value for _, value in logprobs]
+    parts = [e["choices"][0] for e in events(client, "/completions", plain) if e["choices"]]
+    assert [t for p in parts for t in p["token_ids"] or []] == tokens
+    assert "".join(p["text"] for p in parts) == text
+
+    asked = {
         "model": model,
-        "messages": [{"role": "user", "content": "Name a colour."}],
-        "max_tokens": 16,
-        "temperature": 0.9,
-        "seed": 4,
+        "input": CHAT["messages"],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        **{k: v for k, v in sampling.items() if k != "max_tokens"},
+        "max_output_tokens": sampling["max_tokens"],
     }
-    text = client.post("/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
-    with client.stream("POST", "/chat/completions", json={**chat, "stream": True}) as reply:
-        lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
-    parts = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
-    assert "".join(parts) == text
+    response = client.post("/responses", json=asked).json()
+    content = response["output"][-1]["content"][0]
+    assert content["text"] == text
+    assert [(p["token"], p["logprob"]) for p in content["logprobs"]] == logprobs
+    stream = events(client, "/responses", asked)
+    assert "".join(e["delta"] for e in stream if e["type"] == "response.output_text.delta") == text
+
+
+def test_beam_search_draws_no_noise(client, model):
+    """Neither seed nor neighbours matter; its results are ordered, distinct and repeatable."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "use_beam_search": True, "n": 4, "temperature": 0}
+
+    def beams(**change):
+        reply = client.post("/completions", json={**body, **change})
+        assert reply.status_code == 200, reply.text
+        return [choice["text"] for choice in reply.json()["choices"]]
+
+    alone = beams()
+    assert len(set(alone)) == 4
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(ask, client, model, **neighbour) for neighbour in NEIGHBOURS[:5]]
+        assert pool.submit(beams, seed=5).result() == alone
+        for other in others:
+            other.result()
+    for change, field in (({"seed": -1}, "seed"), ({"vllm_xargs": {"sampling_sed": 1}}, "sampling_sed")):
+        reply = client.post("/completions", json={**body, **change})
+        assert reply.status_code == 400, reply.text
+        assert field in reply.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,6 +262,9 @@ def test_streaming_and_chat(client, model):
         ({"top_p": 2}, "top_p"),
         ({"min_p": 0.1, "top_k": 5}, "min_p"),
         ({"min_p": 1.5}, "min_p"),
+        ({"top_p": -0.5}, "top_p"),
+        ({"best_of": 4}, "best_of"),
+        ({"n": 2, "best_of": 4}, "best_of"),
     ],
 )
 def test_refusals_name_the_field_and_the_engine_goes_on(client, model, change, field, stream):
@@ -146,11 +274,34 @@ def test_refusals_name_the_field_and_the_engine_goes_on(client, model, change, f
     assert ask(client, model, max_tokens=1)
 
 
-def test_temperature_nan(client, model):
-    body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1, "temperature": float("nan")})
-    reply = client.post("/completions", content=body, headers={"content-type": "application/json"})
-    assert reply.status_code == 400, reply.text
-    assert "temperature" in reply.text
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_nan(client, model, field):
+    for value in ("NaN", "Infinity"):
+        body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1})[:-1] + f', "{field}": {value}}}'
+        reply = client.post("/completions", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, reply.text
+        assert field in reply.text
+    assert ask(client, model, max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_other_routes(client, model, stream):
+    messages = CHAT["messages"]
+    for path, body in (
+        ("/chat/completions", {"messages": messages}),
+        ("/responses", {"input": messages}),
+    ):
+        for change, field in (
+            ({"seed": -1}, "seed"),
+            ({"vllm_xargs": {"sampling_sed": 1}}, "sampling_sed"),
+            ({"min_p": 0.1, "top_k": 5}, "min_p"),
+            ({"top_p": 2}, "top_p"),
+        ):
+            reply = client.post(path, json={"model": model, **body, "stream": stream, **change})
+            assert reply.status_code == 400, (path, change, reply.text)
+            assert field in reply.text, (path, change, reply.text)
     assert ask(client, model, max_tokens=1)
 
 
@@ -169,3 +320,16 @@ def test_negative_control_stock_cannot_resume(stock_server):
             max_tokens=24,
         )[0]
         assert part[0] != choice["token_ids"][8:]
+
+
+def test_negative_control_stock_follows_its_neighbours(stock_server, model):
+    """Greedy: the stock engine's sampled answers aren't repeatable even alone."""
+    greedy = {"temperature": 0, "max_tokens": 16, "logprobs": 5}
+    with httpx.Client(base_url=f"{stock_server.base_url}/v1", timeout=600, trust_env=False) as stock:
+        alone = ask(stock, model, **greedy)
+        assert ask(stock, model, **greedy) == alone
+    bodies = [{"prompt": f"{i} birds", "max_tokens": 8, "temperature": 0} for i in range(65)]
+    for place in (0, 32, 64):
+        bodies[place] = greedy
+    answers = ask_together(stock_server, model, bodies)
+    assert any(answers[place] != alone for place in (0, 32, 64))

@@ -37,6 +37,9 @@ def configuration(platform="cpu", **changes):
             is_diffusion=False,
             enable_prompt_embeds=False,
             enable_sleep_mode=False,
+            use_fp64_gumbel=False,
+            enable_trace_replay=False,
+            return_sampling_mask=False,
             transformers=False,
             enforce_eager=True,
         ),
@@ -103,6 +106,9 @@ FEATURES = {
     "state-space layers": {"model_config__is_hybrid": True},
     "diffusion": {"model_config__is_diffusion": True},
     "watermark": {"watermark_config": object()},
+    "fp64 Gumbel noise": {"model_config__use_fp64_gumbel": True},
+    "trace replay": {"model_config__enable_trace_replay": True},
+    "sampling mask": {"model_config__return_sampling_mask": True},
     "prompt embeddings": {"model_config__enable_prompt_embeds": True},
     "sleep mode": {"model_config__enable_sleep_mode": True},
     "data parallel": {"parallel_config__data_parallel_size": 2},
@@ -133,6 +139,15 @@ def test_each_feature_is_seen_and_refused(monkeypatch, platform, feature):
 def test_the_other_model_runner():
     assert "V2 model runner" in in_use("cpu", use_v2_model_runner=True)
     assert "V1 model runner" in in_use("cuda", use_v2_model_runner=False)
+
+
+def test_flashinfer_sampler(monkeypatch):
+    """Never used; asking for it is refused, asking for its absence isn't."""
+    for value, seen in (("1", True), ("0", False)):
+        monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", value)
+        assert ("FlashInfer sampler" in in_use("cuda")) == seen
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    assert in_use("cuda") == set()
 
 
 def test_attention_backends(monkeypatch):

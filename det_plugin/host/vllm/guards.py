@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,14 @@ def features_in_use(vllm_config: Any, config: DetConfig, platform: str) -> Itera
         yield "diffusion", "diffusion decoding"
     if getattr(vllm_config, "watermark_config", None) is not None:
         yield "watermark", "watermarking"
+    if model.use_fp64_gumbel:
+        yield "fp64 Gumbel noise", "--use-fp64-gumbel"
+    if model.enable_trace_replay:
+        yield "trace replay", "--enable-trace-replay"
+    if model.return_sampling_mask:
+        yield "sampling mask", "--return-sampling-mask"
+    if platform == "cuda" and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "").strip().lower() in ("1", "true"):
+        yield "FlashInfer sampler", "VLLM_USE_FLASHINFER_SAMPLER=1"
     if model.enable_prompt_embeds:
         yield "prompt embeddings", "--enable-prompt-embeds"
     if model.enable_sleep_mode:
@@ -149,8 +158,6 @@ def check_front_end(platform: str) -> None:
     Raises:
         UnsupportedError: the Rust front end was asked for.
     """
-    import os
-
     on = os.environ.get("VLLM_USE_RUST_FRONTEND", "").strip().lower() not in ("", "0", "false")
     if on or os.environ.get("VLLM_RUST_FRONTEND_PATH"):
         require(platform, "*", "Rust front end", "VLLM_USE_RUST_FRONTEND or VLLM_RUST_FRONTEND_PATH")

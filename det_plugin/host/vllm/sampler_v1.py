@@ -122,23 +122,16 @@ def make_sampler_class() -> type:
             )
 
         def _draw(self, logits, metadata, params, want_processed: bool) -> tuple[np.ndarray, Any]:
-            greedy = params.greedy.copy()
-            if not greedy.all():
-                custom = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
-                if custom:  # they expect scaled logits; greedy rows are taken before, as in the host
-                    sampled_greedy = cpu.greedy(rows(logits)) if greedy.any() else None
-                    logits = logits * torch.from_numpy(params.scale).unsqueeze(1)
-                    params.scale = np.ones_like(params.scale)
-                    for processor in custom:
-                        logits = processor.apply(logits)
-                    data = rows(logits)
-                    sampled = cpu.sample(data, params)
-                    if sampled_greedy is not None:
-                        sampled = np.where(greedy, sampled_greedy, sampled)
-                    if want_processed:
-                        data = data.copy()
-                        cpu.apply_filters(data, params)
-                    return sampled, data if want_processed else None
+            custom = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
+            if custom and not params.greedy.all():  # they expect scaled logits
+                greedy = torch.from_numpy(np.flatnonzero(params.greedy))
+                untouched = logits[greedy]
+                logits = logits * torch.from_numpy(params.scale).unsqueeze(1)
+                params.scale = np.ones_like(params.scale)
+                for processor in custom:
+                    logits = processor.apply(logits)
+                # the host lets them at a greedy row only when it stands beside a sampled one; here they never are
+                logits[greedy] = untouched
             data = rows(logits)
             sampled = cpu.sample(data, params)
             if not want_processed:

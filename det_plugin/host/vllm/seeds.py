@@ -6,8 +6,9 @@ Read in vLLM 0.32.0.  Replaces or wraps:
   seed into its own copy of the sampling parameters, so that engine and workers see a seed in every request;
 - ``vllm.v1.engine.parallel_sampling.ParentRequest._get_child_sampling_params``: seeds of the choices of ``n`` > 1
   (stock adds the index to the seed, and gives every choice of an unseeded request the same parameters);
-- ``to_sampling_params`` of the chat, completion, responses, transcription and translation requests: the same
-  checks before the response starts, so that streamed requests get HTTP 400 too.
+- ``to_sampling_params`` of the chat, completion, responses, transcription and translation requests, and
+  ``to_beam_search_params`` of the first two: the same checks before the response starts, so that streamed
+  requests get HTTP 400 too.
 
 A request's seed is ``seed`` (OpenAI field, ``SamplingParams.seed``) or ``sampling_seed`` (``vllm_xargs``,
 ``SamplingParams.extra_args``, or a field of the HTTP body), else the configured default.
@@ -16,13 +17,14 @@ A request's seed is ``seed`` (OpenAI field, ``SamplingParams.seed``) or ``sampli
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from det_plugin.config import DetConfig
+from det_plugin.host.vllm import drawn_seed
 from det_plugin.host.vllm.patching import wrap
 from det_plugin.host.vllm.switch import section_of
-from det_plugin.sampling.seeds import SEED_MAX, check_seed, choice_seed, prompt_seed
+from det_plugin.sampling.reference import GREEDY_EPS
+from det_plugin.sampling.seeds import check_seed, choice_seed, prompt_seed
 
 KNOWN_EXTRA_ARGS = {
     "sampling_seed",
@@ -85,7 +87,22 @@ def check_params(params: Any) -> None:
         VLLMValidationError: names the field, what it got and what it accepts; HTTP 400.
     """
     explicit_seed(params.seed, params.extra_args)
-    extra = params.extra_args or {}
+    check_extra_args(params.extra_args or {})
+    if params.min_p > 0 and params.top_k > 0:
+        raise _refuse(
+            f"min_p: got {params.min_p} together with top_k {params.top_k}, accepts one of the two; "
+            "set min_p to 0 or top_k to 0 (top_k may come from the model's generation config)",
+            "min_p",
+            params.min_p,
+        )
+
+
+def check_extra_args(extra: dict[str, Any]) -> None:
+    """Refuse an unknown extra argument and an unknown ``noise_scope``.
+
+    Raises:
+        VLLMValidationError: names the argument, what it got and what it accepts; HTTP 400.
+    """
     scope = extra.get("noise_scope")
     if scope not in (None, "seed", "prompt"):
         raise _refuse(f"noise_scope: got {scope!r}, accepts 'seed' or 'prompt'", "noise_scope", scope)
@@ -97,13 +114,6 @@ def check_params(params: Any) -> None:
                     "(others only when the server has custom logits processors)",
                     name,
                 )
-    if params.min_p > 0 and params.top_k > 0:
-        raise _refuse(
-            f"min_p: got {params.min_p} together with top_k {params.top_k}, accepts one of the two; "
-            "set min_p to 0 or top_k to 0 (top_k may come from the model's generation config)",
-            "min_p",
-            params.min_p,
-        )
 
 
 def resolve(params: Any, prompt_token_ids: Any, request_id: str, config: DetConfig) -> None:
@@ -111,15 +121,17 @@ def resolve(params: Any, prompt_token_ids: Any, request_id: str, config: DetConf
     extra = params.extra_args or {}
     seed = explicit_seed(params.seed, extra)
     if seed is None:
-        if config.default_seed == "random":
-            seed = secrets.randbelow(SEED_MAX + 1)
+        if config.default_seed != "random":
+            seed = config.default_seed
+        elif params.temperature < GREEDY_EPS:
+            seed = 0  # greedy and beam search draw no noise: nothing to record
+        else:
+            seed = drawn_seed.draw()
             from vllm.logger import init_logger
 
             init_logger("vllm.det_plugin").info(
                 "Request %s gave no seed: drew %d; send seed=%d to repeat the answer.", request_id, seed, seed
             )
-        else:
-            seed = config.default_seed
     if (extra.get("noise_scope") or config.noise_scope) == "prompt":
         if prompt_token_ids is None:
             raise _refuse(
@@ -179,27 +191,50 @@ def _child_params(original: Any) -> Any:
     return _get_child_sampling_params
 
 
+def _check_body(request: Any) -> None:
+    """Checks on what the host would read otherwise or ignore; a ``sampling_seed`` of the body joins the extra ones."""
+    if getattr(request, "seed", None) is not None:  # the host reads -1 as "no seed"
+        _checked_seed(request.seed, "seed")
+    extra = getattr(request, "model_extra", None) or {}
+    best_of, n = extra.get("best_of"), getattr(request, "n", None) or 1
+    if best_of is not None and best_of != n:
+        raise _refuse(
+            f"best_of: got {best_of!r}, accepts n ({n}): this host no longer picks the best of more; ask for them all "
+            "with n, with logprobs",
+            "best_of",
+            best_of,
+        )
+    if extra.get("sampling_seed") is not None:
+        given = _checked_seed(extra["sampling_seed"], "sampling_seed")
+        xargs = dict(request.vllm_xargs or {})
+        if xargs.setdefault("sampling_seed", given) != given:
+            raise _refuse(
+                f"sampling_seed: got {given} in the body and {xargs['sampling_seed']!r} in vllm_xargs, "
+                "accepts one of them, or equal values",
+                "sampling_seed",
+                given,
+            )
+        request.vllm_xargs = xargs
+
+
 def _to_sampling_params(original: Any) -> Any:
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "seed", None) is not None:  # the host reads -1 as "no seed"
-            _checked_seed(self.seed, "seed")
-        extra = getattr(self, "model_extra", None) or {}
-        if extra.get("sampling_seed") is not None:
-            given = _checked_seed(extra["sampling_seed"], "sampling_seed")
-            xargs = dict(self.vllm_xargs or {})
-            if xargs.setdefault("sampling_seed", given) != given:
-                raise _refuse(
-                    f"sampling_seed: got {given} in the body and {xargs['sampling_seed']!r} in vllm_xargs, "
-                    "accepts one of them, or equal values",
-                    "sampling_seed",
-                    given,
-                )
-            self.vllm_xargs = xargs
+        _check_body(self)
         params = original(self, *args, **kwargs)
         check_params(params)
         return params
 
     return to_sampling_params
+
+
+def _to_beam_search_params(original: Any) -> Any:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_body(self)
+        explicit_seed(self.seed, self.vllm_xargs)
+        check_extra_args(self.vllm_xargs or {})
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
 
 
 def install(config: DetConfig) -> None:
@@ -213,3 +248,7 @@ def install(config: DetConfig) -> None:
     wrap("vllm.v1.engine.parallel_sampling:ParentRequest._get_child_sampling_params", _child_params)
     for request in _REQUESTS:
         wrap(f"{request}.to_sampling_params", _to_sampling_params)
+    for request in _REQUESTS[:2]:
+        wrap(f"{request}.to_beam_search_params", _to_beam_search_params)
+    if config.default_seed == "random":
+        drawn_seed.install()
