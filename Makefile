@@ -32,7 +32,7 @@ lint: setup-dev ## ruff and mypy
 	$(BIN)/mypy
 
 unit: setup-dev ## tests/unit
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit -m "not soak"
 
 interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
@@ -40,8 +40,8 @@ interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 e2e: setup-dev ## tests/e2e: real model, real servers
 	$(BIN)/python -m pytest tests/e2e -m "not soak"
 
-soak: setup-dev ## 200 random batch compositions; SEED=n repeats one
-	$(BIN)/python -m pytest tests/e2e -m soak $(if $(SEED),--hypothesis-seed=$(SEED))
+soak: setup-dev ## 200 random batch compositions; SEED=n repeats one; then 20 x 200,000 draws of the sampler
+	$(BIN)/python -m pytest tests/e2e tests/unit -m soak $(if $(SEED),--hypothesis-seed=$(SEED))
 
 bench: setup-dev ## stock against deterministic throughput on this CPU
 	$(BIN)/det-plugin bench --suite cpu --host-only stock,deterministic

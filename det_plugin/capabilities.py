@@ -112,6 +112,10 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "it replaces the sampled token after sampling, and is not proven",
         "start without --enable-trace-replay",
     ),
+    "batch-sharded sampling": (
+        "sampling each rank's share of the batch is not proven",
+        "start without --enable-batch-sharded-sampling",
+    ),
     "sampling mask": ("the returned masks are not proven", "start without --return-sampling-mask"),
     "FlashInfer sampler": (
         "it draws from a global generator, so it is never used",

@@ -32,7 +32,7 @@ class DetConfig(BaseModel):
     Attributes:
         enable: whether the plugin acts at all.
         default_seed: seed of a request that gives none, 0 to 2**63 - 1; ``"random"`` draws a fresh one per
-            request and records it in the log, so that the answer can be repeated.
+            request and returns it with the answer (offline: writes it to the log), so that it can be repeated.
         noise_scope: ``"seed"``: requests with equal seeds share sampling noise, so that a partial answer sent
             again as a prompt continues identically; ``"prompt"``: a hash of the prompt's token ids is mixed in.
         tp_invariant: make results independent of the tensor-parallel size as well.

@@ -59,6 +59,7 @@ UNPROVEN = {
     "weight transfer": (["--weight-transfer-config", '{"backend": "nccl"}'], "--weight-transfer-config", "without"),
     "Transformers code": (["--model-impl", "transformers"], "Transformers", "leave --model-impl out"),
     "fast prefill": (["--kv-sharing-fast-prefill"], "--kv-sharing-fast-prefill", "without"),
+    "fp64 noise": (["--use-fp64-gumbel"], "--use-fp64-gumbel", "start without --use-fp64-gumbel"),
     "worker class": (["--worker-cls", "a.b.C"], "--worker-cls a.b.C", "leave --worker-cls out"),
     "executor": (
         ["--distributed-executor-backend", "external_launcher"],

@@ -108,6 +108,7 @@ FEATURES = {
     "watermark": {"watermark_config": object()},
     "fp64 Gumbel noise": {"model_config__use_fp64_gumbel": True},
     "trace replay": {"model_config__enable_trace_replay": True},
+    "batch-sharded sampling": {"parallel_config__enable_batch_sharded_sampling": True},
     "sampling mask": {"model_config__return_sampling_mask": True},
     "prompt embeddings": {"model_config__enable_prompt_embeds": True},
     "sleep mode": {"model_config__enable_sleep_mode": True},

@@ -154,6 +154,19 @@ def test_row_19_20_the_resolved_seed_is_a_function_of_the_request(given, config,
     assert given.seed == want
 
 
+def test_a_random_default_seed_is_drawn_for_sampled_requests_alone():
+    def resolved(given, temperature):
+        given.temperature = temperature
+        host_seeds.resolve(given, [1, 2], "request", DetConfig(default_seed="random"))
+        return given.seed
+
+    drawn = {resolved(params(), 0.8) for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert resolved(params(5), 0.8) == resolved(params(sampling_seed=5), 0.8) == 5
+    assert resolved(params(), 0.0) == 0  # draws no noise: nothing to record
+
+
 def test_row_22_top_logprobs_do_not_depend_on_a_neighbour_that_asks_for_more():
     x = (np.round(LOGITS[:8] * 4) / 4).astype(np.float32)  # many ties
     lse = cpu_logprobs.logsumexp(x)

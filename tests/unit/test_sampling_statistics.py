@@ -98,21 +98,35 @@ def test_chi_square_sees_a_wrong_distribution():
     assert chi_square_p(observed, exact_distribution(logits, RowParams()) * DRAWS) < 1e-6
 
 
-def large_vocabulary(draws):
+VOCABULARY = 151_936
+
+
+def large_vocabulary(params, draws, filtered_draws=200, rows=10):
+    """p of ``draws`` draws over consecutive positions.
+
+    Filters cost a walk over the vocabulary, so they run on ``filtered_draws`` of them, which must equal, token by
+    token, those from logits masked beforehand; the rest are drawn from the masked logits.
+    """
     rng = np.random.default_rng(5)
-    logits = rng.standard_normal(151936).astype(np.float32)
-    logits[rng.integers(0, 151936, 40)] += 9
-    params = RowParams(temperature=0.8)
+    logits = rng.standard_normal(VOCABULARY).astype(np.float32)
+    logits[rng.integers(0, VOCABULARY, 40)] += 9
     p = exact_distribution(logits, params)
-    observed = np.zeros(len(logits), np.int64)
-    for start in range(0, draws, 200):
-        n = min(200, draws - start)
-        batch = cpu.BatchParams([0.8] * n, [7] * n, np.arange(start, start + n))
-        data = np.ascontiguousarray(np.broadcast_to(logits, (n, len(logits))))
-        observed += np.bincount(cpu.sample(data, batch), minlength=len(logits))
+    masked = np.where(reference.kept_tokens(logits, params), logits, np.float32(-np.inf))
+    data, masked_data = (np.ascontiguousarray(np.broadcast_to(x, (rows, VOCABULARY))) for x in (logits, masked))
+    drawn = np.empty(draws, np.int64)
+    for start in range(0, draws, rows):
+        positions = np.arange(start, start + rows)
+        own = [[value] * rows for value in (params.temperature, 7)]
+        tokens = cpu.sample(masked_data, cpu.BatchParams(*own, positions))
+        if start < filtered_draws:
+            filters = [[value] * rows for value in (params.top_k, params.top_p, params.min_p)]
+            assert np.array_equal(cpu.sample(data, cpu.BatchParams(*own, positions, *filters)), tokens)
+        drawn[start : start + rows] = tokens
+    observed = np.bincount(drawn, minlength=VOCABULARY)
+    assert observed[p == 0].sum() == 0
     # the 300 likeliest tokens, then the rest in 200 groups by id
     top = np.argsort(-p)[:300]
-    group = np.arange(len(p)) * 200 // len(p)
+    group = np.arange(VOCABULARY) * 200 // VOCABULARY
     group[top] = 200 + np.arange(300)
     return chi_square_p(
         np.bincount(group, weights=observed, minlength=500), np.bincount(group, weights=p, minlength=500) * draws
@@ -120,9 +134,12 @@ def large_vocabulary(draws):
 
 
 def test_vocabulary_of_151936():
-    assert large_vocabulary(1000) > 0.001
+    assert large_vocabulary(RowParams(temperature=0.8), 1000) > 0.001
 
 
 @pytest.mark.soak
-def test_vocabulary_of_151936_long():
-    assert large_vocabulary(DRAWS) > 0.001
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_vocabulary_of_151936_long(number):
+    p = large_vocabulary(RowParams(**CASES[number]), DRAWS)
+    print(f"case {number}, {CASES[number]}: p = {p:.4f}")
+    assert p > 0.001

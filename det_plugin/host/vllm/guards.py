@@ -87,6 +87,8 @@ def features_in_use(vllm_config: Any, config: DetConfig, platform: str) -> Itera
         yield "fp64 Gumbel noise", "--use-fp64-gumbel"
     if model.enable_trace_replay:
         yield "trace replay", "--enable-trace-replay"
+    if getattr(parallel, "enable_batch_sharded_sampling", None):
+        yield "batch-sharded sampling", "--enable-batch-sharded-sampling"
     if model.return_sampling_mask:
         yield "sampling mask", "--return-sampling-mask"
     if platform == "cuda" and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "").strip().lower() in ("1", "true"):
