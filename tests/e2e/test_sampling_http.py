@@ -6,7 +6,6 @@ Logprob modes, custom logits processors, drawn seeds and batch files are in ``te
 from __future__ import annotations
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,35 +70,29 @@ OWN = [
 ]
 
 
-class Running:
-    """The largest number of requests that the server ran at once, while this is open."""
+def work_done(server):
+    """Tokens generated and steps taken by the engine since it started."""
+    lines = httpx.get(f"{server.base_url}/metrics", timeout=600, trust_env=False).text.splitlines()
 
-    def __init__(self, server):
-        self._url, self._done, self.most = f"{server.base_url}/metrics", threading.Event(), 0
-        self._thread = threading.Thread(target=self._watch)
+    def total(name):
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
-    def _watch(self):
-        with httpx.Client(timeout=600, trust_env=False) as client:
-            while not self._done.is_set():
-                lines = client.get(self._url).text.splitlines()
-                found = [float(x.rpartition(" ")[2]) for x in lines if x.startswith("vllm:num_requests_running")]
-                self.most = max(self.most, int(sum(found)))
-                time.sleep(0.05)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._done.set()
-        self._thread.join()
+    return total("vllm:generation_tokens_total"), total("vllm:iteration_tokens_total_count")
 
 
-def ask_together(server, model, bodies):
-    """All at once, each from a thread of its own; answers in order."""
-    limits = httpx.Limits(max_connections=len(bodies))
+def ask_together(server, model, bodies, *, behind=()):
+    """All at once, each from a thread of its own; answers in order.
+
+    ``behind`` are requests with long prompts, sent first: while the engine reads them the others arrive, and then
+    start in the same step.
+    """
+    count = len(bodies) + len(behind)
+    limits = httpx.Limits(max_connections=count)
     with httpx.Client(base_url=f"{server.base_url}/v1", timeout=600, trust_env=False, limits=limits) as client:
-        with ThreadPoolExecutor(len(bodies)) as pool:
+        with ThreadPoolExecutor(count) as pool:
+            for body in behind:
+                pool.submit(ask, client, model, **body)
+            time.sleep(0.2 if behind else 0)
             return [f.result() for f in [pool.submit(ask, client, model, **body) for body in bodies]]
 
 
@@ -111,15 +104,22 @@ def own_alone(client, model):
 
 @pytest.mark.parametrize("size", [2, 64, 65, 256])
 def test_neighbours_change_nothing(det_server, model, own_alone, size):
-    bodies = [{"prompt": f"{i} birds", "max_tokens": 8, **NEIGHBOURS[i % len(NEIGHBOURS)]} for i in range(size)]
-    places = {0: 0, size - 1: 1} if size == 2 else {0: 0, size // 3: 1, size // 2: 2, size - 1: 0}
+    bodies = [{"prompt": f"{i} birds", "max_tokens": 12, **NEIGHBOURS[i % len(NEIGHBOURS)]} for i in range(size)]
+    places = {0: 0, 1: 1} if size == 2 else {0: 0, size // 3: 1, size // 2: 2, size - 1: 0}
     for place, own in places.items():
         bodies[place] = {"max_tokens": 16, **OWN[own]}
-    with Running(det_server) as running:
-        answers = ask_together(det_server, model, bodies)
+    words = {2: 100, 64: 1000, 65: 1000, 256: 1800}[size]
+    long_prompts = [
+        {"prompt": f"{size} {i} " + "grey geese " * words, "max_tokens": 1, "temperature": 0}
+        for i in range(2 if size == 256 else 1)
+    ]
+    before = work_done(det_server)
+    answers = ask_together(det_server, model, bodies, behind=long_prompts)
+    tokens, steps = (now - then for now, then in zip(work_done(det_server), before, strict=True))
     for place, own in places.items():
         assert answers[place] == own_alone[own], f"place {place}"
-    assert running.most > size // 2, f"at most {running.most} requests ran at once: no batch of {size} was tested"
+    print(f"{tokens:.0f} tokens in {steps:.0f} steps with {size} requests")
+    assert tokens / steps > size / 4, "the requests hardly shared their batches"
 
 
 def test_n_and_several_prompts(client, model):
