@@ -32,7 +32,7 @@ lint: setup-dev ## ruff and mypy
 	$(BIN)/mypy
 
 unit: setup-dev ## tests/unit
-	$(BIN)/python -m pytest tests/unit -m "not soak"
+	$(BIN)/python -m pytest tests/unit -m "not soak" -n 2
 
 interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
