@@ -54,6 +54,16 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def rate(value: float | None) -> str:
+    """Four figures; empty for None."""
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def ratio(value: float | None) -> str:
+    """Three decimals; empty for None."""
+    return "" if value is None else f"{value:.3f}"
+
+
 def is_headline(case: dict[str, Any]) -> bool:
     """Throughput, and the p99 latencies of the mixed load: what the README shows."""
     return case["unit"] != "ms" or (case["case"].startswith("mixed") and case["case"].endswith("p99"))
@@ -73,10 +83,9 @@ def speed_table(document: dict[str, Any], short: bool = False) -> list[str]:
     for c in cases:
         backend = c.get("backend") or "default"
         cells = [c["model"], c["case"] + (f" ({backend})" if backend != "default" else ""), c["unit"]]
-        values = [(c["stock"], ".4g"), (c.get("deterministic"), ".4g"), (c.get("ratio"), ".3f")]
+        cells += [rate(c["stock"]), rate(c.get("deterministic")), ratio(c.get("ratio"))]
         if host:
-            values += [(c.get("host_batch_invariant"), ".4g"), (c.get("host_ratio"), ".3f")]
-        cells += ["" if value is None else f"{value:{form}}" for value, form in values]
+            cells += [rate(c.get("host_batch_invariant")), ratio(c.get("host_ratio"))]
         lines.append(f"| {' | '.join([*cells, str(c.get('runs', ''))])} |")
     return lines
 
