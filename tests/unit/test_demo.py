@@ -130,8 +130,9 @@ def test_a_bad_mode_or_temperature_is_refused(capsys):
 
 
 ENDED = """
-import functools, pathlib, sys
+import functools, pathlib, signal, sys
 from det_plugin.verify import demo, server
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
 folder = pathlib.Path(sys.argv[1])
 waiting = [sys.executable, "-c", "import os, pathlib, time; p = pathlib.Path({!r}) / str(os.getpid()); "
            "p.touch(); time.sleep(60)".format(str(folder / "pids"))]
