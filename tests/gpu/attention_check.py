@@ -339,7 +339,7 @@ def neighbours_check(runner, heads, page, lengths, seed=0, contexts=CONTEXTS):
         pool.next = mark
         others = [Request(q[:n], pool.take(n + int(rng.integers(0, 300))), 0)]
         others[0].length = len(others[0].pages) * page
-        for _ in range(int(rng.choice([0, 1, 3, 30, 200]))):
+        for _ in range(int(rng.choice([0, 1, 3, 30, 247]))):
             c = int(rng.integers(1, 700))
             r = int(rng.integers(1, 4)) if rng.random() < 0.2 else 1
             at = int(rng.integers(0, 8))
@@ -479,10 +479,9 @@ def bits(backends, checks, flashinfer_dims, save, chosen):
             if name == "flashinfer" and heads[2] not in flashinfer_dims:
                 continue
             runner = make(name, heads, 16)
-            dense = lengths if heads in HEADS[:4] else [*range(1, 301, 7), 512, 1000, 4096]
-            count, bad = neighbours_check(runner, heads, 16, dense)
+            count, bad = neighbours_check(runner, heads, 16, lengths)
             checks.append(dict(name="neighbours", model=label, backend=name, comparisons=count, mismatches=bad))
-            for page in (16, 128) if heads in HEADS[:4] else (16,):
+            for page in (16, 128):
                 r = make(name, heads, page)
                 count, bad = phases_check(r, heads, page)
                 checks.append(
@@ -626,7 +625,6 @@ def warm(part, parts):
         for page in (16, 128)
         for rows in (1, 300)
         for shared in (False, True)
-        if page == 16 or heads in HEADS[:4]
     ]
     for heads, page, rows, shared in jobs[part::parts]:
         pool = Pool(heads[1], heads[2], page, 64 * page)

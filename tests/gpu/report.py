@@ -29,7 +29,7 @@ def commands(args) -> dict[str, list[str]]:
     backends = ["--backends", "triton,fa3,flashinfer"]
     every = {
         "engine": ["engine_check.py", "--plan", "full", "--backends", args.backends, "--light", "--rounds", "20",
-                   "--tokens", "40", "--jobs", str(args.jobs), "--limit", str(args.limit), *commit],
+                   "--tokens", "64", "--jobs", str(args.jobs), "--limit", str(args.limit), *commit],
         "attention": ["attention_check.py", *backends, "--only", "bits", "--jobs", str(args.jobs),
                       "--flashinfer-dims", args.flashinfer_dims, *commit],
         "ops": ["ops_check.py", "--seconds", "90", *commit],
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--backends", default="FLASH_ATTN,TRITON_ATTN,FLASHINFER")
     parser.add_argument("--jobs", type=int, default=8, help="engines, or head configurations, at a time")
-    parser.add_argument("--limit", type=float, default=330, help="seconds for the engines")
+    parser.add_argument("--limit", type=float, default=450, help="seconds for the engines")
     parser.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes whose FlashInfer module is built")
     parser.add_argument("--only", help="of engine, attention, ops, speed")
     parser.add_argument("--merge", action="store_true", help="merge the files that are there")
