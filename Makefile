@@ -38,7 +38,8 @@ interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
 
 e2e: setup-dev ## tests/e2e: real model, real servers
-	$(BIN)/python -m pytest tests/e2e -m "not soak"
+	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "side_by_side and not soak" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -m "not side_by_side and not soak"
 
 soak: setup-dev ## 200 random batch compositions; SEED=n repeats one; then 20 x 200,000 draws of the sampler
 	$(BIN)/python -m pytest tests/e2e tests/unit -m soak $(if $(SEED),--hypothesis-seed=$(SEED))

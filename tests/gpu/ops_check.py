@@ -31,6 +31,7 @@ from det_plugin.ops.linear_plan import certification_data
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, table_key
 from det_plugin.ops.linear_tuning import graph_time, rotating_weights
 from det_plugin.ops.mean import mean, mean_reference
+from det_plugin.ops.qk_norm_rope import find_contraction, qk_norm_rope, qk_norm_rope_reference
 
 SHAPES = {
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
@@ -352,6 +353,53 @@ def check_bmm_and_mean() -> None:
     record("mean", "", compared, mismatched, control)
 
 
+def host_norms_and_rotary(qkv, positions, q_weight, k_weight, cos_sin, heads, kv_heads, eps):
+    """Queries and keys by the norm operator and the host's rotary kernel, one after another."""
+    size = q_weight.shape[0]
+    q, k, _ = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+    q = torch.ops.det_plugin.rms_norm(q.view(-1, heads, size), q_weight, eps, 0.0).view(-1, heads * size)
+    k = torch.ops.det_plugin.rms_norm(k.view(-1, kv_heads, size), k_weight, eps, 0.0).view(-1, kv_heads * size)
+    torch.ops._C.rotary_embedding(positions, q, k, size, cos_sin, True)
+    return q, k
+
+
+def check_qk_norm_rope() -> None:
+    """The fused operator against its reference at many token counts, against the operators apart, and timed."""
+    import vllm._custom_ops  # noqa: F401  registers torch.ops._C.rotary_embedding
+
+    for heads, kv_heads, size in ((32, 8, 128), (16, 8, 128), (9, 3, 64), (8, 4, 256)):
+        tokens = 4096
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=DEVICE, dtype=torch.bfloat16)
+        weights = [1 + 0.2 * torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        positions = torch.randint(0, 40960, (tokens,), device=DEVICE)
+        angles = torch.arange(40960, device=DEVICE)[:, None] * 1e6 ** (
+            -torch.arange(size // 2, device=DEVICE) * 2 / size
+        )
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).bfloat16()
+        rest = (*weights, cos_sin, heads, kv_heads, 1e-6)
+        found = find_contraction(host_norms_and_rotary, qkv, positions, *rest)
+        whole = qk_norm_rope(qkv, positions, *rest, found or "first")
+        compared = mismatched = control = 0
+        reference = qk_norm_rope_reference(qkv[:300], positions[:300], *rest, found or "first")
+        mismatched += sum(differing_rows(a[:300], b) for a, b in zip(whole, reference, strict=True))
+        compared += 600
+        for m in row_counts([], size, 30, tokens):
+            start = random.Random(m).randrange(tokens - m + 1)
+            part = qk_norm_rope(qkv[start : start + m], positions[start : start + m], *rest, found or "first")
+            mismatched += sum(differing_rows(a, b[start : start + m]) for a, b in zip(part, whole, strict=True))
+            compared += 2 * m
+        other = "none" if found != "none" else "first"
+        control = sum(map(differing_rows, qk_norm_rope(qkv, positions, *rest, other), whole))
+        record("qk_norm_rope", f"{heads}, {kv_heads}, {size}", compared, mismatched, control, contraction=found)
+        for m in (1, 64, 256, 4096):
+            arguments = (qkv[:m], positions[:m], *rest)
+            fused = [partial(qk_norm_rope, *arguments, found or "first")] * 20
+            apart = [partial(host_norms_and_rotary, *arguments)] * 20
+            pairs = [(graph_time(apart, 5), graph_time(fused, 5)) for _ in range(3)]
+            name = f"qk_norm_rope {m} tokens, heads {heads}, {kv_heads}, {size}; stock: norms and rotary apart"
+            case("", name, "us", [p[0] for p in pairs], [p[1] for p in pairs])
+
+
 def case(model: str, name: str, unit: str, stock: list[float], ours: list[float], **more) -> dict:
     """One line of ops_speed.json: times, and ratio = stock time / our time (1 is parity, more is faster)."""
     ratios = sorted(s / o for s, o in zip(stock, ours, strict=True))
@@ -497,6 +545,7 @@ def main() -> int:
         ("norms", check_norms),
         ("softmax", check_softmax),
         ("bmm, mean", check_bmm_and_mean),
+        ("qk_norm_rope", check_qk_norm_rope),
         ("linear bf16", partial(check_linear, dispatcher, models, torch.bfloat16, counts)),
         ("time linear", partial(time_linear, dispatcher, timed, SPEED_ROWS, rounds, deadline)),
         ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, counts)),

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from det_plugin.ops import linear_schedules, mean, rms_norm, softmax
+from det_plugin.ops import linear_schedules, mean, qk_norm_rope, rms_norm, softmax
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     raise RuntimeError("these tests compile kernels: run them without TRITON_INTERPRET")
@@ -132,3 +132,21 @@ def test_mean():
     types = {"x_ptr": "*bf16:16", "y_ptr": "*bf16:16", "rows": "i32", "N": "i32"}
     constants = {"LANES": 1024, "LOG2_LANES": 10, "ROWS": 1}
     compile_kernel(mean._mean_kernel, types, constants, num_warps=4, enable_fp_fusion=False)
+
+
+@pytest.mark.parametrize("contraction", [0, 1, 2])
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_qk_norm_rope(size, contraction):
+    lanes = 1 << (size - 1).bit_length()
+    pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "q_ptr", "k_ptr")
+    types = dict.fromkeys(pointers, "*bf16:16") | {"position_ptr": "*i64:16", "rows": "i32", "eps": "fp32"}
+    types |= dict.fromkeys(("qkv_stride", "cos_sin_stride"), "i32:16")
+    constants = {
+        "HEADS": 32, "KV_HEADS": 8, "N": size, "LANES": lanes, "LOG2_LANES": lanes.bit_length() - 1,
+        "HALF": lanes // 2, "ROWS": 1024 // lanes, "CONTRACTION": contraction,
+    }  # fmt: skip
+    kernel = qk_norm_rope._qk_norm_rope_kernel
+    ptx = compile_kernel(kernel, types, constants, num_warps=4, enable_fp_fusion=False).asm["ptx"]
+    squares = 1024 // 128  # per thread: the norm's own fused additions
+    pairs = (1024 // 128) // 2
+    assert ptx.count("fma.rn.f32") == squares + (0 if contraction == 2 else 2 * pairs)
