@@ -188,7 +188,7 @@ def find_contraction(separate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     """
     want = [part.contiguous().view(torch.uint8) for part in separate(*arguments)]
     for contraction in CONTRACTIONS:
-        got = qk_norm_rope(*arguments, contraction)
+        got = qk_norm_rope(*arguments, contraction=contraction)
         if all(torch.equal(a.view(torch.uint8), b) for a, b in zip(got, want, strict=True)):
             return contraction
     return None
