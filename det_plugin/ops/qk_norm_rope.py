@@ -186,9 +186,10 @@ def find_contraction(separate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     Returns:
         None when no contraction matches: then the operators must stay apart.
     """
+    fused: Any = qk_norm_rope
     want = [part.contiguous().view(torch.uint8) for part in separate(*arguments)]
     for contraction in CONTRACTIONS:
-        got = qk_norm_rope(*arguments, contraction=contraction)
+        got = fused(*arguments, contraction)
         if all(torch.equal(a.view(torch.uint8), b) for a, b in zip(got, want, strict=True)):
             return contraction
     return None
