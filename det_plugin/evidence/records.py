@@ -6,6 +6,7 @@ stored as hexadecimal (``float.hex``), so that a file holds the exact bits.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from det_plugin.errors import DetPluginError
 
@@ -136,7 +137,7 @@ def write_records(
     fingerprint: dict[str, Any],
     created: str = "",
 ) -> None:
-    """Write a record file; it appears under its name only when complete.
+    """Write a record file; it appears under its name only when complete.  A pipe or a device is written to.
 
     Args:
         path: the file; an existing one is replaced.
@@ -145,13 +146,21 @@ def write_records(
         created: date of the recording (ISO 8601).
     """
     target = Path(path)
+    lines = itertools.chain([header_line(fingerprint, created)], map(dumps_line, records))
+    if target.exists() and not target.is_file():  # a pipe or a device is written to, never replaced by a file
+        with target.open("w", encoding="utf-8") as out:
+            out.writelines(line + "\n" for line in lines)
+        return
+    target = target.resolve()  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".part")
-    with partial.open("w", encoding="utf-8") as out:
-        out.write(header_line(fingerprint, created) + "\n")
-        for record in records:
-            out.write(dumps_line(record) + "\n")
-    partial.replace(target)
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+            out.writelines(line + "\n" for line in lines)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_records(path: str | os.PathLike[str]) -> RecordFile:
@@ -162,7 +171,7 @@ def read_records(path: str | os.PathLike[str]) -> RecordFile:
     """
     name = os.fspath(path)
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"record file {name}: cannot be read ({error})") from None
     result = RecordFile()
@@ -179,23 +188,28 @@ def read_records(path: str | os.PathLike[str]) -> RecordFile:
                         f"record file {name}: line 1 is {kind!r} format {data.get('format')!r}, "
                         f"expected a header of format {FORMAT}"
                     )
-                result.fingerprint, result.created = data["fingerprint"], data["created"]
+                header = RecordFile(fingerprint=data["fingerprint"], created=data["created"])
+                result.fingerprint, result.created = header.fingerprint, header.created
                 continue
             if kind != "request":
                 raise RecordError(f"record file {name}: line {number} is of kind {kind!r}, expected 'request'")
             record = RequestRecord(
                 id=data["id"], request=data["request"], answers=[_unpack(a) for a in data["answers"]]
             )
+            for answer in record.answers:
+                if len(answer.token_ids) != len(answer.logprobs):
+                    raise ValueError(f"{len(answer.token_ids)} token ids but {len(answer.logprobs)} logprobs")
         except RecordError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            text = " ".join(str(error).split())[:120]
             raise RecordError(
-                f"record file {name}: line {number} is malformed ({type(error).__name__}: {str(error)[:120]})"
+                f"record file {name}: line {number} is malformed ({type(error).__name__}: {text})"
             ) from None
         if record.id in seen:
             raise RecordError(f"record file {name}: line {number} repeats the request id {record.id!r}")
         seen.add(record.id)
         result.records.append(record)
-    if not lines:
+    if not any(line.strip() for line in lines):
         raise RecordError(f"record file {name}: empty, expected a header line")
     return result

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from det_plugin import __version__
 from det_plugin.evidence.divergence import Divergence, first_divergence
-from det_plugin.evidence.records import RecordError, RecordFile, RequestRecord, write_records
+from det_plugin.evidence.records import Answer, RecordError, RecordFile, RequestRecord, write_records
 from det_plugin.evidence.results import Status
 from det_plugin.verify.client import DIAGNOSTIC_TOP, CompletionClient, gather
 
@@ -44,6 +44,7 @@ class DiffResult(BaseModel):
         identical: of these, how many have equal token ids and logprobs in every choice.
         differing: the others, in order.
         unpaired: ids found in one recording only.
+        empty: ids whose answers hold nothing to compare: no tokens, or no top logprobs where these are asked for.
         fingerprint_changes: facts about the servers that differ, ``name: (first, second)``.
     """
 
@@ -51,6 +52,7 @@ class DiffResult(BaseModel):
     identical: int = 0
     differing: list[RecordDivergence] = Field(default_factory=list)
     unpaired: list[str] = Field(default_factory=list)
+    empty: list[str] = Field(default_factory=list)
     fingerprint_changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
 
     @property
@@ -58,7 +60,7 @@ class DiffResult(BaseModel):
         """``different``, or ``not_tested`` when nothing could be paired or some requests were not."""
         if self.differing:
             return "different"
-        return "not_tested" if self.unpaired or not self.total else "same"
+        return "not_tested" if self.unpaired or self.empty or not self.total else "same"
 
     def lines(self) -> list[str]:
         """What is printed."""
@@ -70,6 +72,8 @@ class DiffResult(BaseModel):
             lines += ["  " + line for line in first.divergence.lines()]
         if self.unpaired:
             lines.append(f"not compared, in one recording only: {', '.join(self.unpaired[:8])}")
+        if self.empty:
+            lines.append(f"not compared, nothing in the answers to compare: {', '.join(self.empty[:8])}")
         verdict = {"same": "SAME", "different": "DIFFERENT", "not_tested": "NOT TESTED"}[self.status]
         lines.append(f"{verdict}: {self.identical} of {self.total} requests identical")
         return lines
@@ -89,7 +93,7 @@ def load_requests(path: str | os.PathLike[str], defaults: dict[str, Any]) -> lis
         RecordError: unreadable or empty file, malformed line, or a repeated id.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"prompt file {os.fspath(path)}: cannot be read ({error})") from None
     requests: list[tuple[str, dict[str, Any]]] = []
@@ -100,11 +104,14 @@ def load_requests(path: str | os.PathLike[str], defaults: dict[str, Any]) -> lis
         entry: Any = {"prompt": line}
         if as_json:
             try:
-                entry = json.loads(line)
-            except ValueError as error:
+                entry = json.loads(line, parse_constant=_no_constant)
+                json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            except (ValueError, RecursionError) as error:
                 raise RecordError(f"prompt file {os.fspath(path)}: line {number} is not JSON ({error})") from None
             if not isinstance(entry, dict) or "prompt" not in entry:
                 raise RecordError(f'prompt file {os.fspath(path)}: line {number} has no "prompt" field')
+            if entry.get("stream"):
+                raise RecordError(f"prompt file {os.fspath(path)}: line {number} asks for a stream; leave it out")
         name = str(entry.pop("id", number))
         if any(name == other for other, _ in requests):
             raise RecordError(f"prompt file {os.fspath(path)}: line {number} repeats the id {name!r}")
@@ -112,6 +119,10 @@ def load_requests(path: str | os.PathLike[str], defaults: dict[str, Any]) -> lis
     if not requests:
         raise RecordError(f"prompt file {os.fspath(path)}: holds no prompts")
     return requests
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
 
 
 async def _ask(
@@ -190,11 +201,17 @@ def compare_records(
             continue
         result.total += 1
         found = _compare(record, other, names, top)
-        if found is None:
+        if found is None and not (record.answers and all(_comparable(a, top) for a in record.answers)):
+            result.empty.append(record.id)
+        elif found is None:
             result.identical += 1
         else:
             result.differing.append(found)
     return result
+
+
+def _comparable(answer: Answer, top: bool) -> bool:
+    return bool(answer.token_ids) and (not top or bool(answer.top_logprobs))
 
 
 def _compare(a: RequestRecord, b: RequestRecord, names: tuple[str, str], top: bool) -> RecordDivergence | None:
