@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from det_plugin.config import INT64_MAX
 from det_plugin.errors import DetPluginError
 from det_plugin.evidence.records import Answer
 
@@ -43,21 +45,34 @@ def describe_transport_error(url: str, error: Exception, *, connected: bool) -> 
     if isinstance(error, httpx.TimeoutException):
         kind = type(error).__name__
         return f"server at {url} did not answer in time ({kind}); raise --timeout if it is only slow"
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = one_line(error) or type(error).__name__
     if isinstance(error, httpx.ConnectError) and not connected:
         return f"cannot reach a server at {url} ({text}); is it running, and is the port right?"
     return f"server at {url} stopped answering in mid-run ({text})"
 
 
+def one_line(text: object, limit: int = 300) -> str:
+    """``text`` on one line of printable characters: what a server sent must not steer a terminal."""
+    line = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)[:limit]
+
+
+def decode_json(text: str) -> Any:
+    """``json.loads`` whose every failure is a ValueError, nesting too deep for the parser among them."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def _error_text(response: httpx.Response) -> str:
     try:
-        body = response.json()
+        body = decode_json(response.text)
         error = body.get("error", body) if isinstance(body, dict) else body
         text = error.get("message", error) if isinstance(error, dict) else error
     except ValueError:
         text = response.text
-    line = " ".join(str(text).split())
-    return line[:300] or "(empty body)"
+    return one_line(text) or "(empty body)"
 
 
 class CompletionClient:
@@ -71,7 +86,7 @@ class CompletionClient:
         transport: replaces the network, for tests.
 
     Raises:
-        ServerFailureError: ``base_url`` is no URL.
+        ServerFailureError: ``base_url`` is no URL, or ``timeout`` or ``api_key`` is none that can be used.
 
     Attributes:
         info: facts the server told, after :meth:`connect`.
@@ -102,6 +117,15 @@ class CompletionClient:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL as error:
             raise ServerFailureError(f"--base-url: got {base_url!r}, accepts http://host:port ({error})") from None
+        negative = ":-" in self.base_url.partition("://")[2]
+        port = 80 if url.port is None else url.port
+        if url.scheme not in ("http", "https") or not url.host or not 0 < port < 65536 or negative:
+            raise ServerFailureError(f"--base-url: got {base_url!r}, accepts http://host:port, ports 1 to 65535")
+        if not timeout > 0:
+            raise ServerFailureError(f"--timeout: got {timeout}, accepts seconds above 0")
+        if not (key := api_key or "").isascii() or not key.isprintable():
+            raise ServerFailureError("--api-key: accepts printable ASCII characters only")
+        self._timeout = timeout if math.isfinite(timeout) else None
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(timeout, connect=min(timeout, 15.0)),
@@ -127,8 +151,19 @@ class CompletionClient:
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            response = await self._http.request(method, path, json=body)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+            content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ServerFailureError(f"the request cannot be sent as JSON ({one_line(error)})") from None
+        headers = {"Content-Type": "application/json"} if content is not None else None
+        try:
+            # the whole answer, so that a server which sends one byte now and then is found as well
+            async with asyncio.timeout(self._timeout):
+                response = await self._http.request(method, path, content=content, headers=headers)
+        except TimeoutError:
+            raise ServerFailureError(
+                f"server at {self.base_url} did not answer in time; raise --timeout if it is only slow"
+            ) from None
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)
             ) from error
@@ -139,7 +174,7 @@ class CompletionClient:
         response = await self._send(method, path, body)
         self._check(response, f"{method} {path}")
         try:
-            return response.json()
+            return decode_json(response.text)
         except ValueError:
             raise ServerFailureError(
                 f"server at {self.base_url} answered {method} {path} with something that is not JSON "
@@ -158,7 +193,7 @@ class CompletionClient:
         if response.status_code != httpx.codes.OK:
             return None
         try:
-            return response.json()
+            return decode_json(response.text)
         except ValueError:
             return None
 
@@ -294,7 +329,7 @@ class CompletionClient:
             ]
             logprobs = [position[token] for position, token in zip(positions, tokens, strict=True)]
             prompt_ids = choice.get("prompt_token_ids") or []
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
             raise ServerFailureError(
                 f"server at {self.base_url} answered POST {COMPLETIONS} without usable prompt_logprobs"
             ) from None
@@ -338,7 +373,7 @@ class CompletionClient:
                 )
             if not answers:
                 raise ValueError("no choices")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._unreadable(error) from None
         self.output_tokens += sum(len(a.token_ids) for a in answers)
         return answers
@@ -346,7 +381,7 @@ class CompletionClient:
     def _unreadable(self, error: Exception) -> ServerFailureError:
         return ServerFailureError(
             f"server at {self.base_url} answered POST {COMPLETIONS} without usable token ids and logprobs "
-            f"({type(error).__name__}: {str(error)[:80]}); is it a vLLM OpenAI server?"
+            f"({type(error).__name__}: {one_line(error, 80)}); is it a vLLM OpenAI server?"
         )
 
     async def _stream(self, body: dict[str, Any], on_token: Callable[[int], None] | None) -> Answer:
@@ -372,7 +407,7 @@ class CompletionClient:
                             self.output_tokens += len(ids)
                             if on_token is not None:
                                 on_token(len(answer.token_ids))
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise self._unreadable(error) from None
         if not answer.token_ids:
             raise self._unreadable(ValueError("the stream held no tokens"))
@@ -390,10 +425,15 @@ class CompletionClient:
                 if payload == "[DONE]":
                     finished = True
                     continue
-                data = json.loads(payload)
+                try:
+                    data = decode_json(payload)
+                except ValueError as error:
+                    raise self._unreadable(error) from None
+                if not isinstance(data, dict):
+                    raise self._unreadable(TypeError(f"a stream's event is {type(data).__name__}"))
                 if "error" in data:
                     raise ServerFailureError(
-                        f"server at {self.base_url} ended a stream with an error: {str(data['error'])[:200]}"
+                        f"server at {self.base_url} ended a stream with an error: {one_line(data['error'], 200)}"
                     )
                 yield data
             if not finished:
@@ -408,7 +448,7 @@ class CompletionClient:
                     self._check(response, f"POST {COMPLETIONS}")
                 self._connected = True
                 yield read(response)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)
             ) from error
@@ -430,7 +470,13 @@ def _read_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float], list[d
     logprobs = [float(v) for v in entry["token_logprobs"]]
     if len(ids) != len(logprobs):
         raise ValueError(f"{len(ids)} token ids but {len(logprobs)} logprobs")
+    if any(not 0 <= t <= INT64_MAX for t in ids):
+        raise ValueError("a token id below 0 or above int64")
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a logprob that is not finite")
     top = entry.get("top_logprobs")
+    if top and len(top) != len(ids):
+        raise ValueError(f"{len(ids)} token ids but top logprobs of {len(top)} positions")
     tops = None if not top else [{_token_id(k): float(v) for k, v in (position or {}).items()} for position in top]
     return ids, logprobs, tops
 

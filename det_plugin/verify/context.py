@@ -129,7 +129,8 @@ class Context:
             miss: whether a reported cache hit is an error of the test.
 
         Raises:
-            NotTestedError: a miss was needed, and the server reports cached tokens.
+            NotTestedError: a miss was needed, and the server reports cached tokens; or top logprobs are to be
+                compared, and it sends none.
         """
         answer = await self.client.complete(
             prompt,
@@ -144,6 +145,8 @@ class Context:
                 f"a request with a fresh cache_salt took {answer.cached_tokens} tokens from the prefix "
                 "cache, so an uncached answer cannot be had from this server"
             )
+        if self.options.top_logprobs and not answer.top_logprobs:
+            raise NotTestedError("--top-logprobs: the server sends no top logprobs, so they cannot be compared")
         self.advance()
         return answer
 
