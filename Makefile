@@ -12,7 +12,7 @@ help: ## list the targets
 
 check-python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null || \
-	  { echo "make: Python 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | tail -n 1)"; exit 1; }
+	  { echo "make: Python 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1)"; exit 1; }
 
 setup: check-python ## create .venv with the pinned CPU host
 	@$(PYTHON) scripts/bootstrap.py

@@ -5,7 +5,6 @@ Exit status of ``verify``, ``replay`` and ``diff``: 0 same, 1 different, 2 not t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ import typer
 
 from det_plugin import __version__
 from det_plugin.errors import ConfigError, DetPluginError
+from det_plugin.terminal import check_writable, guarded
 
 app = typer.Typer(
     name="det-plugin",
@@ -35,17 +35,16 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result 
 
 
 def _url(base_url: str | None, host: str, port: int) -> str:
-    return base_url or f"http://{host}:{port}"
+    if base_url is not None:
+        return base_url
+    if not host.strip():
+        raise ConfigError("--host: got an empty name, accepts a host")
+    return f"http://{host}:{port}"
 
 
 def _guard(action: Callable[[], int]) -> None:
     """Run a command; an expected error is one line on stderr and exit status 2."""
-    try:
-        status = action()
-    except DetPluginError as error:
-        print(f"det-plugin: {error}", file=sys.stderr)
-        status = 2
-    raise typer.Exit(status)
+    raise typer.Exit(guarded(action))
 
 
 def _version(show: bool) -> None:
@@ -153,7 +152,7 @@ def record(
     base_url: BaseUrl = None,
     host: Host = "localhost",
     port: Port = 8000,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer, where a line doesn't say.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, where a line doesn't say.")] = 64,
     temperature: Annotated[float, typer.Option(help="Where a line doesn't say.")] = 0.0,
     sampling_seed: Annotated[str, typer.Option(help="Where a line doesn't say; 'none' sends none.")] = "none",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
@@ -164,11 +163,13 @@ def record(
     """Send prompts to a server; store requests, answers, exact logprobs and the server's fingerprint."""
 
     def action() -> int:
-        from det_plugin.verify.command import seed
+        from det_plugin.verify.command import build_options, seed
         from det_plugin.verify.replay import ask_all, load_requests, save
 
         defaults: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         number = seed(sampling_seed)
+        build_options(temperatures=[temperature], sampling_seed=number)  # the same values are accepted as by verify
+        check_writable("--output", output)
         if number is not None:
             defaults["seed"] = number
         recording = ask_all(
@@ -210,6 +211,8 @@ def replay(
         from det_plugin.evidence.records import read_records
         from det_plugin.verify.replay import ask_all, compare_records, save
 
+        check_writable("--output", output)
+        check_writable("--json", json_file)
         old = read_records(recording)
         new = ask_all(
             [(r.id, r.request) for r in old.records],
@@ -220,7 +223,10 @@ def replay(
             api_key=api_key,
         )
         if output is not None:
-            save(output, new)
+            try:
+                save(output, new)
+            except OSError as error:
+                raise ConfigError(f"--output: cannot write {output} ({error})") from None
         return _report_diff(compare_records(old, new, names=("recorded", "replayed"), top=top_logprobs), json_file)
 
     _guard(action)
@@ -239,6 +245,7 @@ def diff(
         from det_plugin.evidence.records import read_records
         from det_plugin.verify.replay import compare_records
 
+        check_writable("--json", json_file)
         names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
         result = compare_records(read_records(first), read_records(second), names=names, top=top_logprobs)
         return _report_diff(result, json_file)
@@ -253,6 +260,7 @@ def _report_diff(result: Any, json_file: Path | None) -> int:
         print(line)
     if json_file is not None:
         try:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json: cannot write {json_file} ({error})") from None
@@ -319,6 +327,7 @@ def bench(
         from det_plugin.verify.bench import BenchOptions, run_bench
         from det_plugin.verify.command import numbers
 
+        check_writable("--out", out, regular=True)
         return run_bench(
             BenchOptions.from_command(
                 model=model,
@@ -378,7 +387,14 @@ def certify(model: Annotated[str, typer.Argument(help="Model folder or name.")])
     def action() -> int:
         from det_plugin.host.vllm.doctor import certify_main  # type: ignore[import-not-found,unused-ignore]
 
-        return int(certify_main(model) or 0)
+        if not model.strip():
+            raise ConfigError("MODEL: got an empty name, accepts a model folder or name")
+        try:
+            return int(certify_main(model) or 0)
+        except DetPluginError:
+            raise
+        except Exception as error:  # whatever the host raises for a model it cannot load
+            raise ConfigError(f"{model} could not be certified: {' '.join(str(error).split())[:300]}") from error
 
     _guard(action)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from det_plugin.errors import ConfigError
+from det_plugin.terminal import guarded
 from det_plugin.verify.command import build_options, execute, numbers, seed
 
 __test__ = False  # a command, not a pytest module
@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the test; returns the exit status."""
     args = parser().parse_args(argv)
-    try:
+
+    def action() -> int:
         options = build_options(
             base_url=f"http://{args.host}:{args.port}",
             model=args.model,
@@ -65,10 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rng_seed=args.rng_seed,
             timeout=args.timeout,
         )
-    except ConfigError as error:
-        print(f"not tested: {error}", file=sys.stderr)
-        return 2
-    return execute(options, json_file=args.json)
+        return execute(options, json_file=args.json)
+
+    return guarded(action, prefix="not tested: ")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ class BenchOptions:
                 name, mark, url = part.partition("=")
                 if not mark or not name.strip() or not url.strip():
                     raise ConfigError(f"--servers: got {part!r}, accepts NAME=URL")
+                if name.strip() in options.urls:
+                    raise ConfigError(f"--servers: names {name.strip()!r} twice")
                 options.urls[name.strip()] = url.strip()
             options.one_at_a_time = False
         else:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from det_plugin.errors import ConfigError
+from det_plugin.terminal import check_writable
 from det_plugin.verify.options import VerifyOptions
 from det_plugin.verify.runner import run_verification
 
@@ -68,7 +69,12 @@ def execute(options: VerifyOptions, *, json_file: Path | None = None, html_file:
 
     Returns:
         The exit status: 0 same, 1 different, 2 not tested.
+
+    Raises:
+        ConfigError: a file cannot be written; nothing was sent then.
     """
+    check_writable("--json", json_file)
+    check_writable("--html", html_file)
     result = run_verification(options, echo=lambda line: print(line, flush=True), progress=True)
     try:
         if json_file is not None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from det_plugin.config import INT64_MAX
 
 TestMode = Literal["single", "prefix", "radix_cache", "p_vs_d", "mixed"]
 ALL_MODES: tuple[TestMode, ...] = get_args(TestMode)
+
+MAX_BATCH = 65_536
+"""Most requests in one batch, and most trials: their prompts are made in advance, in this process's memory."""
+MAX_TOKENS = 2**31 - 1
 
 QUICK: dict[str, Any] = {
     "batch_sizes": [1, 4, 11],
@@ -55,17 +59,17 @@ class VerifyOptions(BaseModel):
     base_url: str = "http://localhost:8000"
     model: str | None = None
     test_modes: list[TestMode] = Field(default=list(ALL_MODES), min_length=1)
-    n_trials: int = Field(default=50, ge=1)
-    n_start: int = Field(default=1, ge=1)
+    n_trials: int = Field(default=50, ge=1, le=MAX_BATCH)
+    n_start: int = Field(default=1, ge=1, le=MAX_BATCH)
     batch_sizes: list[int] | None = None
     temperatures: list[float] = Field(default=[0.0], min_length=1)
     sampling_seed: int | None = Field(default=42, ge=0, le=INT64_MAX)
-    max_new_tokens: int = Field(default=100, ge=2)
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    max_new_tokens: int = Field(default=100, ge=2, le=MAX_TOKENS)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT64_MAX)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     top_logprobs: int = Field(default=0, ge=0)
     stream: bool = False
     prefix_lengths: list[int] = Field(default=[1, 511, 2048, 4097], min_length=1)
@@ -92,10 +96,11 @@ class VerifyOptions(BaseModel):
 
     @field_validator("batch_sizes", "prefix_lengths")
     @classmethod
-    def _positive(cls, value: list[int] | None) -> list[int] | None:
+    def _positive(cls, value: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        limit = MAX_BATCH if info.field_name == "batch_sizes" else MAX_TOKENS
         for number in value or []:
-            if number < 1:
-                raise ValueError(f"got {number}, accepts 1 or above")
+            if not 1 <= number <= limit:
+                raise ValueError(f"got {number}, accepts 1 to {limit}")
         if value is not None and not value:
             raise ValueError("got an empty list")
         return value
