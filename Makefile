@@ -38,8 +38,7 @@ interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
 
 e2e: setup-dev ## tests/e2e: real model, real servers
-	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "side_by_side and not soak" -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/e2e -m "not side_by_side and not soak"
+	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "not soak" -n 2 --dist loadgroup
 
 soak: setup-dev ## 200 random batch compositions; SEED=n repeats one
 	$(BIN)/python -m pytest tests/e2e -m soak $(if $(SEED),--hypothesis-seed=$(SEED))

@@ -22,13 +22,21 @@ MANY = ["--max-num-seqs", "256"]
 TEST_TIMEOUT = 900
 
 
+SHARED_SERVERS = ("test_known_holes", "test_restart", "test_sampling_http", "test_sampling_modes")
+"""Files that use the session's two servers: one process runs them, so that the servers exist once."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything below this folder ``e2e`` and give it a time limit."""
+    """Mark everything below this folder ``e2e``, give it a time limit, and keep each file in one process (xdist)."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            group = "servers" if item.path.stem in SHARED_SERVERS else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
             if item.get_closest_marker("timeout") is None and item.get_closest_marker("soak") is None:
                 item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
+    items.sort(key=lambda item: item.path.stem not in SHARED_SERVERS)  # the longest group first
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +80,7 @@ def make_server(model_path: Path, log_folder: Path) -> Callable[..., VllmServer]
             model if model is not None else model_path,
             deterministic=deterministic,
             extra_args=[*usual, *extra_args],
-            env={**SERVER_ENV, **(env or {})},
+            env={**SERVER_ENV, "VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
             log=kwargs.pop("log", log_folder / f"{count:02d}-{kind}.log"),
             **kwargs,
         )

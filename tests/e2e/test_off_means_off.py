@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.side_by_side
-
 
 def _load(name: str):
     if name not in sys.modules:

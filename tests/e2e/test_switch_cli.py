@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.side_by_side
-
 _spec = importlib.util.spec_from_file_location("engine_kit", Path(__file__).with_name("engine_kit.py"))
 kit = sys.modules.setdefault("engine_kit", importlib.util.module_from_spec(_spec))
 if not hasattr(kit, "Probe"):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.side_by_side
-
 HERE = Path(__file__).parent
 LENGTHS = (3, 700, 1200, 1500)
 CHILD = """
