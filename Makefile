@@ -35,7 +35,7 @@ unit: setup-dev ## tests/unit
 	$(BIN)/python -m pytest tests/unit -m "not soak" -n 2
 
 interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n 2
 
 e2e: setup-dev ## tests/e2e: real model, real servers
 	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "not soak" -n 2 --dist loadgroup
