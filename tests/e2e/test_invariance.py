@@ -55,7 +55,7 @@ def engines(tmp_path_factory, model_path):
     probe.close()
 
 
-BATCHES = compositions.batches(SEED, POOL)
+BATCHES = compositions.batches(SEED, POOL, (1, 2, 5, 13, 24))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_pool_can_show_a_difference(det):
 
 
 def test_batches(engines, det):
-    assert_same(BATCHES, det[POOL:], first(det), at_least=50)
+    assert_same(BATCHES, det[POOL:], first(det), at_least=40)
 
 
 def test_batches_control(engines, stock):

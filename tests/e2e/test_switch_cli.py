@@ -210,8 +210,10 @@ ENTRANCES = {
 }
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-@pytest.mark.parametrize("value", [True, False, None])
+@pytest.mark.parametrize(
+    ("value", "entrance"),
+    [*((value, entrance) for value in (True, False) for entrance in ENTRANCES), (None, "LLM"), (None, "EngineArgs")],
+)
 def test_python_keyword_in_a_fresh_interpreter(bare, model_path, entrance, value):
     """No import but vLLM's own, in whichever order: the keyword is known."""
     keyword = "" if value is None else f", enable_deterministic_inference={value}"
