@@ -23,7 +23,7 @@ setup-dev: check-python ## the same with the test tools
 demo: setup ## show the stock engine changing its answer, and the plugin holding it
 	@$(BIN)/det-plugin demo
 
-test: setup-dev ## lint, unit tests, interpreter tests, end-to-end tests (20 minutes on 2 cores)
+test: setup-dev ## lint, unit tests, interpreter tests, end-to-end tests (22 minutes on 2 cores)
 	@$(MAKE) --no-print-directory lint unit interpreter e2e
 
 lint: setup-dev ## ruff and mypy
