@@ -287,14 +287,15 @@ def cut_rows(layout: Layout, query_lens: np.ndarray, seq_lens: np.ndarray, rows_
     for request, (count, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         at = length - count
         while at < length:
-            end = length if at % layout.cut == 0 else min(length, at - at % layout.cut + layout.cut)
+            boundary = at - at % layout.cut + layout.cut
+            end = length if at % layout.cut == 0 else min(length, boundary)
             limit = rows_for(max(most, int(_chunks(end))))
             if limit is not None and total + end - at > limit:
                 if total:
                     launches.append([])
                     total = most = 0
                     continue
-                end = at + (limit if at + limit < at - at % layout.cut + layout.cut else limit - limit % layout.cut)
+                end = at + (limit if at + limit < boundary else limit - limit % layout.cut)
             launches[-1].append((request, first, end - at, end))
             total, most, first, at = total + end - at, max(most, int(_chunks(end))), first + end - at, end
     return [launch for launch in launches if launch]

@@ -41,13 +41,9 @@ class BenchClient(CompletionClient):
 
     pieces: tuple[int, int] = (0, 0)
 
-    async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
-        """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
-
-        Raises:
-            ServerFailureError: no answer, an HTTP error, or fewer tokens than asked for.
-        """
-        body = {
+    def _greedy(self, prompt: Sequence[int], max_tokens: int, salt: str) -> dict[str, object]:
+        """The body of a request for exactly ``max_tokens`` tokens that shares no cache with another salt's."""
+        return {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
@@ -55,7 +51,14 @@ class BenchClient(CompletionClient):
             "ignore_eos": True,
             "cache_salt": salt,
         }
-        data = await self._json("POST", COMPLETIONS, body)
+
+    async def generate(self, prompt: Sequence[int], *, max_tokens: int, salt: str) -> int:
+        """Generate greedily without asking for ids or logprobs; returns the number of tokens (benchmarks).
+
+        Raises:
+            ServerFailureError: no answer, an HTTP error, or fewer tokens than asked for.
+        """
+        data = await self._json("POST", COMPLETIONS, self._greedy(prompt, max_tokens, salt))
         count = (data.get("usage") or {}).get("completion_tokens") if isinstance(data, dict) else None
         if count != max_tokens:
             raise ServerFailureError(
@@ -73,18 +76,8 @@ class BenchClient(CompletionClient):
             salt: ``cache_salt``.
             interval: tokens per chunk after the first token; servers that don't know the field send every token.
         """
-        body = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_salt": salt,
-            "stream": True,
-            "stream_interval": interval,
-            "stream_options": {"include_usage": True},
-        }
-        return json.dumps(body).encode()
+        stream = {"stream": True, "stream_interval": interval, "stream_options": {"include_usage": True}}
+        return json.dumps(self._greedy(prompt, max_tokens, salt) | stream).encode()
 
     async def timed(self, body: bytes, *, tokens: int) -> Timing:
         """Send a body of :meth:`stream_body` and time its answer's first and last token.
