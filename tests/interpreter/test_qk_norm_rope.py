@@ -58,8 +58,9 @@ def test_accuracy_against_float64():
     assert error < 2 * 2.0**-11  # two roundings to float16
 
 
-def test_a_row_does_not_depend_on_the_others():
-    qkv, positions, *rest = arguments(tokens=29)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_row_does_not_depend_on_the_others(dtype):
+    qkv, positions, *rest = arguments(tokens=29, dtype=dtype)
     whole = qk_norm_rope(qkv, positions, *rest)
     for start, end in ((0, 1), (3, 4), (5, 12), (28, 29)):
         part = qk_norm_rope(qkv[start:end], positions[start:end], *rest)
@@ -68,6 +69,13 @@ def test_a_row_does_not_depend_on_the_others():
     assert same(qk_norm_rope(wide, positions, *rest), whole)
     order = torch.randperm(29)
     assert same(qk_norm_rope(qkv[order], positions[order], *rest), [x[order] for x in whole])
+
+
+def test_a_contraction_that_follows_the_row_count_is_seen():
+    """Negative control of the test above: a deliberately wrong schedule, in float32, which hides no rounding."""
+    qkv, positions, *rest = arguments(tokens=29, dtype=torch.float32)
+    run = lambda rows: qk_norm_rope(qkv[rows], positions[rows], *rest, "first" if len(qkv[rows]) > 16 else "none")
+    assert not same(run(slice(0, 12)), [x[:12] for x in run(slice(0, 29))])
 
 
 def test_nothing_is_written_beyond_the_results():
