@@ -17,7 +17,11 @@ _SCHEMAS = {
     "linear_python": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     "rms_norm": "(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
     "fused_add_rms_norm": (
-        "(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, float weight_offset=0.0) -> ()"
+        "(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0) -> (Tensor, Tensor)"
+    ),
+    "qk_norm_rope": (
+        "(Tensor qkv, Tensor positions, Tensor q_weight, Tensor k_weight, Tensor cos_sin, int num_heads, "
+        "int num_kv_heads, float eps, str contraction) -> (Tensor, Tensor)"
     ),
     "softmax": "(Tensor x) -> Tensor",
     "log_softmax": "(Tensor x) -> Tensor",
@@ -54,20 +58,41 @@ def _rms_norm_fake(x: torch.Tensor, *_rest, **_named) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _fused_add_rms_norm_cuda(*arguments) -> None:
+def _fused_add_rms_norm_cuda(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
     from det_plugin.ops.rms_norm import fused_add_rms_norm_kernel
 
-    fused_add_rms_norm_kernel(*arguments)
+    return fused_add_rms_norm_kernel(*arguments)
 
 
-def _fused_add_rms_norm_cpu(*arguments) -> None:
-    from det_plugin.ops.rms_norm import fused_add_rms_norm_in_place_reference
+def _fused_add_rms_norm_cpu(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from det_plugin.ops.rms_norm import fused_add_rms_norm_reference
 
-    fused_add_rms_norm_in_place_reference(*arguments)
+    return fused_add_rms_norm_reference(*arguments)
 
 
-def _fused_add_rms_norm_fake(*_arguments, **_named) -> None:
-    return None
+def _fused_add_rms_norm_fake(x: torch.Tensor, *_rest, **_named) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _qk_norm_rope_cuda(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from det_plugin.ops.qk_norm_rope import qk_norm_rope_kernel
+
+    return qk_norm_rope_kernel(*arguments)
+
+
+def _qk_norm_rope_cpu(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from det_plugin.ops.qk_norm_rope import qk_norm_rope_reference
+
+    return qk_norm_rope_reference(*arguments)
+
+
+def _qk_norm_rope_fake(
+    qkv: torch.Tensor, _positions, q_weight: torch.Tensor, _k_weight, _cos_sin, num_heads: int, num_kv_heads: int,
+    *_rest,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    size = q_weight.shape[0]
+    tokens = qkv.shape[0]
+    return qkv.new_empty((tokens, num_heads * size)), qkv.new_empty((tokens, num_kv_heads * size))
 
 
 def _softmax_cuda(x: torch.Tensor) -> torch.Tensor:
@@ -137,6 +162,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "linear_python": _linear_cuda,
         "rms_norm": _rms_norm_cuda,
         "fused_add_rms_norm": _fused_add_rms_norm_cuda,
+        "qk_norm_rope": _qk_norm_rope_cuda,
         "softmax": _softmax_cuda,
         "log_softmax": _log_softmax_cuda,
         "bmm": _bmm_cuda,
@@ -145,6 +171,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "CPU": {
         "rms_norm": _rms_norm_cpu,
         "fused_add_rms_norm": _fused_add_rms_norm_cpu,
+        "qk_norm_rope": _qk_norm_rope_cpu,
         "softmax": _softmax_cpu,
         "log_softmax": _log_softmax_cpu,
         "bmm": _bmm_cpu,
@@ -155,6 +182,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "linear_python": _linear_fake,
         "rms_norm": _rms_norm_fake,
         "fused_add_rms_norm": _fused_add_rms_norm_fake,
+        "qk_norm_rope": _qk_norm_rope_fake,
         "softmax": _softmax_fake,
         "log_softmax": _softmax_fake,
         "bmm": _bmm_fake,

@@ -50,6 +50,7 @@ def qk_norm_rope_reference(
     cos_sin: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float, contraction: str = "first",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """:func:`qk_norm_rope` in plain torch."""
+    _check(qkv, positions, q_weight, k_weight, cos_sin, num_heads, num_kv_heads, contraction)
     size = q_weight.shape[0]
     cos, sin = (part[:, None].float() for part in cos_sin[positions].chunk(2, dim=-1))
     results = []
@@ -118,6 +119,54 @@ def _qk_norm_rope_kernel(
     tl.store(k_out + N // 2, high.to(dtype), mask=k_mask)
 
 
+def _check(
+    qkv: torch.Tensor, positions: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
+    cos_sin: torch.Tensor, num_heads: int, num_kv_heads: int, contraction: str,
+) -> None:  # fmt: skip
+    size = q_weight.shape[0] if q_weight.dim() == 1 else 0
+    if qkv.dtype not in DTYPES:
+        raise ValueError(f"qkv: got dtype {qkv.dtype}, accepts {', '.join(map(str, DTYPES))}")
+    if size < 2 or size % 2:
+        raise ValueError(f"q_weight: got shape {list(q_weight.shape)}, expected [d] with an even d")
+    width = (num_heads + 2 * num_kv_heads) * size
+    if qkv.dim() != 2 or qkv.shape[1] != width or qkv.stride(1) != 1:
+        raise ValueError(
+            f"qkv: got shape {list(qkv.shape)}, strides {qkv.stride()}, expected [tokens, {width}] in rows"
+        )
+    if tuple(positions.shape) != (qkv.shape[0],) or positions.dtype != torch.int64:
+        raise ValueError(f"positions: got {positions.dtype}{list(positions.shape)}, expected int64[{qkv.shape[0]}]")
+    if tuple(k_weight.shape) != (size,):
+        raise ValueError(f"k_weight: got shape {list(k_weight.shape)}, expected [{size}]")
+    if cos_sin.dim() != 2 or cos_sin.shape[1] != size or cos_sin.stride(1) != 1:
+        raise ValueError(f"cos_sin: got shape {list(cos_sin.shape)}, expected [positions, {size}] in rows")
+    if contraction not in CONTRACTIONS:
+        raise ValueError(f"contraction: got {contraction!r}, accepts {', '.join(CONTRACTIONS)}")
+
+
+def qk_norm_rope_kernel(
+    qkv: torch.Tensor, positions: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
+    cos_sin: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float, contraction: str = "first",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """:func:`qk_norm_rope` by the Triton kernel (CUDA tensors)."""
+    _check(qkv, positions, q_weight, k_weight, cos_sin, num_heads, num_kv_heads, contraction)
+    require_kernel_device(qkv)
+    size, tokens = q_weight.shape[0], qkv.shape[0]
+    queries = torch.empty((tokens, num_heads * size), dtype=qkv.dtype, device=qkv.device)
+    keys = torch.empty((tokens, num_kv_heads * size), dtype=qkv.dtype, device=qkv.device)
+    rows = tokens * (num_heads + num_kv_heads)
+    if rows:
+        lanes = next_power_of_2(size)
+        per_program = max(1, 1024 // lanes)
+        _qk_norm_rope_kernel[(cdiv(rows, per_program),)](
+            qkv, positions, q_weight.contiguous(), k_weight.contiguous(), cos_sin, queries, keys,
+            rows, qkv.stride(0), cos_sin.stride(0), eps,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, N=size, LANES=lanes, LOG2_LANES=lanes.bit_length() - 1,
+            HALF=next_power_of_2(size // 2), ROWS=per_program, CONTRACTION=CONTRACTIONS.index(contraction),
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return queries, keys
+
+
 def qk_norm_rope(
     qkv: torch.Tensor, positions: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
     cos_sin: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float, contraction: str = "first",
@@ -140,40 +189,9 @@ def qk_norm_rope(
     Raises:
         ValueError: naming the argument, what it got and what it accepts.
     """
-    size = q_weight.shape[0] if q_weight.dim() == 1 else 0
-    if qkv.dtype not in DTYPES:
-        raise ValueError(f"qkv: got dtype {qkv.dtype}, accepts {', '.join(map(str, DTYPES))}")
-    if size < 2 or size % 2:
-        raise ValueError(f"q_weight: got shape {list(q_weight.shape)}, expected [d] with an even d")
-    width = (num_heads + 2 * num_kv_heads) * size
-    if qkv.dim() != 2 or qkv.shape[1] != width or qkv.stride(1) != 1:
-        raise ValueError(
-            f"qkv: got shape {list(qkv.shape)}, strides {qkv.stride()}, expected [tokens, {width}] in rows"
-        )
-    if tuple(positions.shape) != (qkv.shape[0],) or positions.dtype != torch.int64:
-        raise ValueError(f"positions: got {positions.dtype}{list(positions.shape)}, expected int64[{qkv.shape[0]}]")
-    if tuple(k_weight.shape) != (size,):
-        raise ValueError(f"k_weight: got shape {list(k_weight.shape)}, expected [{size}]")
-    if cos_sin.dim() != 2 or cos_sin.shape[1] != size or cos_sin.stride(1) != 1:
-        raise ValueError(f"cos_sin: got shape {list(cos_sin.shape)}, expected [positions, {size}] in rows")
-    if contraction not in CONTRACTIONS:
-        raise ValueError(f"contraction: got {contraction!r}, accepts {', '.join(CONTRACTIONS)}")
-    require_kernel_device(qkv)
-    tokens = qkv.shape[0]
-    queries = torch.empty((tokens, num_heads * size), dtype=qkv.dtype, device=qkv.device)
-    keys = torch.empty((tokens, num_kv_heads * size), dtype=qkv.dtype, device=qkv.device)
-    rows = tokens * (num_heads + num_kv_heads)
-    if rows:
-        lanes = next_power_of_2(size)
-        per_program = max(1, 1024 // lanes)
-        _qk_norm_rope_kernel[(cdiv(rows, per_program),)](
-            qkv, positions, q_weight.contiguous(), k_weight.contiguous(), cos_sin, queries, keys,
-            rows, qkv.stride(0), cos_sin.stride(0), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, N=size, LANES=lanes, LOG2_LANES=lanes.bit_length() - 1,
-            HALF=next_power_of_2(size // 2), ROWS=per_program, CONTRACTION=CONTRACTIONS.index(contraction),
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return queries, keys
+    return torch.ops.det_plugin.qk_norm_rope(
+        qkv, positions, q_weight, k_weight, cos_sin, num_heads, num_kv_heads, eps, contraction
+    )
 
 
 def find_contraction(separate: Callable[..., tuple[torch.Tensor, torch.Tensor]], *arguments: Any) -> str | None:
@@ -186,7 +204,7 @@ def find_contraction(separate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     Returns:
         None when no contraction matches: then the operators must stay apart.
     """
-    fused: Any = qk_norm_rope
+    fused: Any = qk_norm_rope_kernel
     want = [part.contiguous().view(torch.uint8) for part in separate(*arguments)]
     for contraction in CONTRACTIONS:
         got = fused(*arguments, contraction)

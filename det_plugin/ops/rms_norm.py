@@ -61,7 +61,9 @@ def fused_add_rms_norm_reference(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(norm, new residual)`` by the contract, in plain torch."""
+    """``(norm, sum)`` by the contract, in plain torch."""
+    check_row_arguments(x, weight)
+    _check_residual(x, residual)
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm_reference(total, weight, eps, weight_offset), total
 
@@ -72,13 +74,11 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     y_ptr,
+    total_ptr,
     rows,
     inner,
     x_outer_stride,
     x_inner_stride,
-    y_outer_stride,
-    y_inner_stride,
-    residual_row_stride,
     eps,
     N: tl.constexpr,
     LANES: tl.constexpr,
@@ -88,12 +88,11 @@ def _rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
 ):
-    """ROWS rows per program; row r of the flattened input lies at (r // inner, r % inner)."""
+    """ROWS rows per program; row r of the flattened x lies at (r // inner, r % inner); the rest is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     x_row = (row // inner * x_outer_stride + row % inner * x_inner_stride)[:, None]
-    y_row = (row // inner * y_outer_stride + row % inner * y_inner_stride)[:, None]
-    residual_row = (row * residual_row_stride)[:, None]
+    at_row = (row * N)[:, None]
     lane = tl.arange(0, LANES)[None, :]
     total = tl.zeros((ROWS, LANES), tl.float32)
     x = tl.zeros((ROWS, LANES), tl.float32)
@@ -101,9 +100,9 @@ def _rms_norm_kernel(
         mask = live & (start + lane < N)
         x = tl.load(x_ptr + x_row + start + lane, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
-            r = tl.load(residual_ptr + residual_row + start + lane, mask=mask, other=0.0).to(tl.float32)
-            rounded = (x + r).to(residual_ptr.dtype.element_ty)
-            tl.store(residual_ptr + residual_row + start + lane, rounded, mask=mask)
+            r = tl.load(residual_ptr + at_row + start + lane, mask=mask, other=0.0).to(tl.float32)
+            rounded = (x + r).to(total_ptr.dtype.element_ty)
+            tl.store(total_ptr + at_row + start + lane, rounded, mask=mask)
             x = rounded.to(tl.float32)
         total = tl.fma(x, x, total)
     if HAS_RESIDUAL and N > LANES:
@@ -114,7 +113,7 @@ def _rms_norm_kernel(
         mask = live & (start + lane < N)
         if N > LANES:
             if HAS_RESIDUAL:
-                x = tl.load(residual_ptr + residual_row + start + lane, mask=mask, other=0.0).to(tl.float32)
+                x = tl.load(total_ptr + at_row + start + lane, mask=mask, other=0.0).to(tl.float32)
             else:
                 x = tl.load(x_ptr + x_row + start + lane, mask=mask, other=0.0).to(tl.float32)
         y = x * rstd
@@ -123,7 +122,7 @@ def _rms_norm_kernel(
             if WEIGHT_OFFSET != 0.0:
                 w = w + WEIGHT_OFFSET
             y = y * w
-        tl.store(y_ptr + y_row + start + lane, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + at_row + start + lane, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _as_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
@@ -150,29 +149,28 @@ def _launch(
     weight: torch.Tensor | None,
     eps: float,
     weight_offset: float,
-    y: torch.Tensor,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(norm, new residual)``; without ``residual`` the second is the first."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     require_kernel_device(x)
     n = x.shape[-1]
     rows = x.numel() // n if n else 0
     if rows == 0:
-        return
+        return y, total
     lanes = min(next_power_of_2(n), MAX_LANES)
     per_program = max(1, 1024 // lanes)
     x, inner, x_outer, x_inner = _as_rows(x)
-    y, _, y_outer, y_inner = _as_rows(y)
     _rms_norm_kernel[(cdiv(rows, per_program),)](
         x,
-        x if residual is None else residual,
-        x if weight is None else weight,
+        x if residual is None else residual.contiguous(),
+        x if weight is None else weight.contiguous(),
         y,
+        total,
         rows,
         inner,
         x_outer,
         x_inner,
-        y_outer,
-        y_inner,
-        n,
         eps,
         N=n,
         LANES=lanes,
@@ -184,6 +182,7 @@ def _launch(
         num_warps=max(4, min(16, lanes * per_program // 512)),
         enable_fp_fusion=False,
     )
+    return y, total
 
 
 def check_row_arguments(x: torch.Tensor, weight: torch.Tensor | None, weight_offset: float = 0.0) -> None:
@@ -207,9 +206,7 @@ def rms_norm_kernel(
 ) -> torch.Tensor:
     """:func:`rms_norm` by the Triton kernel (CUDA tensors)."""
     check_row_arguments(x, weight)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, None if weight is None else weight.contiguous(), eps, weight_offset, y)
-    return y
+    return _launch(x, None, weight, eps, weight_offset)[0]
 
 
 def _check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -223,38 +220,11 @@ def fused_add_rms_norm_kernel(
     weight: torch.Tensor | None,
     eps: float,
     weight_offset: float = 0.0,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_add_rms_norm` by the Triton kernel (CUDA tensors)."""
     check_row_arguments(x, weight)
     _check_residual(x, residual)
-    weight = None if weight is None else weight.contiguous()
-    in_place = residual.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == 1)
-    rows_view = x.dim() <= 3 or x.is_contiguous()
-    if in_place and rows_view:
-        _launch(x, residual, weight, eps, weight_offset, x)
-        return
-    total = residual.contiguous()
-    if total is residual:
-        total = residual.clone()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, total, weight, eps, weight_offset, y)
-    x.copy_(y)
-    residual.copy_(total)
-
-
-def fused_add_rms_norm_in_place_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-) -> None:
-    """:func:`fused_add_rms_norm` by the reference (CPU tensors)."""
-    check_row_arguments(x, weight)
-    _check_residual(x, residual)
-    y, total = fused_add_rms_norm_reference(x, residual, weight, eps, weight_offset)
-    x.copy_(y)
-    residual.copy_(total)
+    return _launch(x, residual, weight, eps, weight_offset)
 
 
 def rms_norm(
@@ -286,17 +256,19 @@ def fused_add_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual add, then RMS norm, **in place**: ``residual`` becomes the rounded sum, ``x`` its norm.
+    """Residual add, then RMS norm.
+
+    Both results are new tensors: an operator that wrote to its arguments would make ``torch.compile`` copy them.
 
     Args:
-        x, residual: [..., N], same shape and dtype; both are overwritten.
+        x, residual: [..., N], same shape and dtype; rows of x may be strided.
         weight, eps, weight_offset: as in :func:`rms_norm`.
 
     Returns:
-        ``(x, residual)``, the same tensors.
+        ``(norm, sum)``, contiguous, x's shape and dtype; ``sum`` is the rounded x + residual, of which ``norm``
+        is the norm.
 
     Raises:
         ValueError: wrong dtype, shape or device.
     """
-    torch.ops.det_plugin.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
-    return x, residual
+    return torch.ops.det_plugin.fused_add_rms_norm(x, residual, weight, eps, weight_offset)

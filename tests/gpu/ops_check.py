@@ -262,8 +262,7 @@ def check_norms() -> None:
                 start = random.Random(m).randrange(4096 - m + 1)
                 rows = slice(start, start + m)
                 y = rms_norm.rms_norm(x[rows], w, 1e-6, offset)
-                fx, fr = x[rows].clone(), r[rows].clone()
-                rms_norm.fused_add_rms_norm(fx, fr, w, 1e-6, offset)
+                fx, fr = rms_norm.fused_add_rms_norm(x[rows], r[rows], w, 1e-6, offset)
                 unfused = rms_norm.rms_norm(x[rows] + r[rows], w, 1e-6, offset)
                 for got, expected in (
                     (y, want[rows]), (fx, fused_want[rows]), (fr, total_want[rows]), (fx, unfused),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from det_plugin.ops.qk_norm_rope import CONTRACTIONS, find_contraction, qk_norm_rope, qk_norm_rope_reference
+from det_plugin.ops.qk_norm_rope import CONTRACTIONS, find_contraction, qk_norm_rope_kernel, qk_norm_rope_reference
 from det_plugin.ops.rms_norm import rms_norm_reference
 
 EPS = 1e-6
@@ -44,7 +44,7 @@ def same(got, want):
 )
 def test_equals_the_specification(contraction, shape):
     given = arguments(**shape)
-    assert same(qk_norm_rope(*given, contraction), qk_norm_rope_reference(*given, contraction))
+    assert same(qk_norm_rope_kernel(*given, contraction), qk_norm_rope_reference(*given, contraction))
 
 
 def test_accuracy_against_float64():
@@ -54,39 +54,41 @@ def test_accuracy_against_float64():
     cos, sin = (part[:, None].double() for part in cos_sin[positions].chunk(2, dim=-1))
     a, b = x.chunk(2, dim=-1)
     exact = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).reshape(40, -1)
-    error = (qk_norm_rope(*given)[0].double() - exact).abs().max() / exact.abs().max()
+    error = (qk_norm_rope_kernel(*given)[0].double() - exact).abs().max() / exact.abs().max()
     assert error < 2 * 2.0**-11  # two roundings to float16
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_row_does_not_depend_on_the_others(dtype):
     qkv, positions, *rest = arguments(tokens=29, dtype=dtype)
-    whole = qk_norm_rope(qkv, positions, *rest)
+    whole = qk_norm_rope_kernel(qkv, positions, *rest)
     for start, end in ((0, 1), (3, 4), (5, 12), (28, 29)):
-        part = qk_norm_rope(qkv[start:end], positions[start:end], *rest)
+        part = qk_norm_rope_kernel(qkv[start:end], positions[start:end], *rest)
         assert same(part, [x[start:end] for x in whole])
     wide = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]  # rows further apart
-    assert same(qk_norm_rope(wide, positions, *rest), whole)
+    assert same(qk_norm_rope_kernel(wide, positions, *rest), whole)
     order = torch.randperm(29)
-    assert same(qk_norm_rope(qkv[order], positions[order], *rest), [x[order] for x in whole])
+    assert same(qk_norm_rope_kernel(qkv[order], positions[order], *rest), [x[order] for x in whole])
 
 
 def test_a_contraction_that_follows_the_row_count_is_seen():
     """Negative control of the test above: a deliberately wrong schedule, in float32, which hides no rounding."""
     qkv, positions, *rest = arguments(tokens=29, dtype=torch.float32)
-    run = lambda rows: qk_norm_rope(qkv[rows], positions[rows], *rest, "first" if len(qkv[rows]) > 16 else "none")
+    run = lambda rows: qk_norm_rope_kernel(
+        qkv[rows], positions[rows], *rest, "first" if len(qkv[rows]) > 16 else "none"
+    )
     assert not same(run(slice(0, 12)), [x[:12] for x in run(slice(0, 29))])
 
 
 def test_nothing_is_written_beyond_the_results():
     given = arguments(tokens=3, size=80, heads=3, kv=1)
     before = [x.clone() for x in given[:5]]
-    qk_norm_rope(*given)
+    qk_norm_rope_kernel(*given)
     assert all(torch.equal(x, y) for x, y in zip(given[:5], before, strict=True))
 
 
 def test_no_token():
-    queries, keys = qk_norm_rope(*arguments(tokens=0))
+    queries, keys = qk_norm_rope_kernel(*arguments(tokens=0))
     assert queries.shape == (0, 256)
     assert keys.shape == (0, 128)
 
@@ -117,7 +119,7 @@ def test_no_contraction_matches_another_order():
 def test_the_norm_is_that_of_the_norm_operator():
     qkv, positions, q_weight, k_weight, cos_sin, heads, kv, eps = arguments(tokens=9, size=128)
     cos_sin[:] = torch.cat([torch.ones(64), torch.zeros(64)])  # no rotation
-    queries, _ = qk_norm_rope(qkv, positions, q_weight, k_weight, cos_sin, heads, kv, eps)
+    queries, _ = qk_norm_rope_kernel(qkv, positions, q_weight, k_weight, cos_sin, heads, kv, eps)
     want = rms_norm_reference(qkv[:, : heads * 128].reshape(-1, heads, 128), q_weight, eps)
     assert torch.equal(queries.view(torch.uint8), want.reshape(9, -1).view(torch.uint8))
 
@@ -137,4 +139,4 @@ def test_the_norm_is_that_of_the_norm_operator():
 def test_bad_arguments(change, message):
     names = ("qkv", "positions", "q_weight", "k_weight", "cos_sin", "num_heads", "num_kv_heads", "eps")
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope(**{**dict(zip(names, arguments(), strict=True)), **change})
+        qk_norm_rope_kernel(**{**dict(zip(names, arguments(), strict=True)), **change})

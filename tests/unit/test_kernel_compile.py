@@ -98,9 +98,8 @@ def test_bulk_copy_tiles(name, dtype):
 @pytest.mark.parametrize("fused", [False, True])
 def test_rms_norm(width, fused):
     lanes = min(triton.next_power_of_2(width), rms_norm.MAX_LANES)
-    types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr"), "*bf16:16")
-    types |= dict.fromkeys(("x_outer_stride", "y_outer_stride", "residual_row_stride"), "i32:16")
-    types |= {"rows": "i32", "x_inner_stride": "i32:16", "y_inner_stride": "i32:16", "eps": "fp32"}
+    types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), "*bf16:16")
+    types |= {"x_outer_stride": "i32:16", "rows": "i32", "x_inner_stride": "i32:16", "eps": "fp32"}
     constants = {
         "inner": 1, "N": width, "LANES": lanes, "LOG2_LANES": lanes.bit_length() - 1,
         "ROWS": max(1, 1024 // lanes), "HAS_RESIDUAL": fused, "HAS_WEIGHT": True, "WEIGHT_OFFSET": 0.0,

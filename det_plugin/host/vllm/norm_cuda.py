@@ -51,8 +51,7 @@ def _make(base: Any, offset: float) -> Any:
             weight = self.weight.data if getattr(self, "has_weight", True) else None
             if residual is None:
                 return rms_norm(x, weight, self.variance_epsilon, offset)
-            fused_add_rms_norm(x, residual, weight, self.variance_epsilon, offset)
-            return x, residual
+            return fused_add_rms_norm(x, residual, weight, self.variance_epsilon, offset)
 
     DetNorm.__name__ = DetNorm.__qualname__ = f"Det{base.__name__}"
     return DetNorm
