@@ -61,8 +61,9 @@ class Rotary:
 @pytest.fixture
 def forward():
     pytest.importorskip("vllm")
-    from det_plugin.host.vllm import qk_norm_cuda
     from vllm.model_executor.models.qwen3 import Qwen3Attention
+
+    from det_plugin.host.vllm import qk_norm_cuda
 
     assert _custom_ops.NAMESPACE
     original = Qwen3Attention.forward
@@ -87,11 +88,11 @@ def test_another_contraction_is_seen(forward):
     assert run(fused, "none") != run(original, None)
 
 
-def test_without_a_certificate_the_hosts_own_layer_runs(forward):
-    _, fused = forward
-    seen = []
+@pytest.mark.usefixtures("forward")
+def test_without_a_certificate_the_hosts_own_layer_runs():
     from det_plugin.host.vllm import qk_norm_cuda
 
+    seen = []
     wrapped = qk_norm_cuda._with_fused_kernel(lambda *arguments: seen.append(arguments))
     wrapped(types.SimpleNamespace(det_plugin_contraction=None), "positions", "hidden")
     assert len(seen) == 1
@@ -122,10 +123,11 @@ def rotary(**change):
 
 def test_only_plain_rotary_embeddings_are_fused():
     pytest.importorskip("vllm")
-    from det_plugin.host.vllm.qk_norm_cuda import _plain
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.rotary_embedding.fope import FourierRotaryEmbedding
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    from det_plugin.host.vllm.qk_norm_cuda import _plain
 
     class Own(RotaryEmbedding):
         def forward_cuda(self, positions, query, key=None):
