@@ -5,8 +5,9 @@ from the layer and from the row's own position ``p``:
 
 1. Key blocks have ``block_keys`` keys (the kernel's kBlockN for a causal mask), aligned to position 0 and
    walked downwards.
-2. A row sees ``n = p // block_keys + 1`` blocks.  They are cut into ``ceil(n / split_blocks)`` splits of equal
-   length, and the splits' fp32 partial results are combined upwards by the vendor's combine kernel.
+2. A row sees ``n = p // block_keys + 1`` blocks.  Up to ``unsplit_blocks`` they are walked in one go; more are cut
+   into ``ceil(n / split_blocks)`` splits of equal length, and the splits' fp32 partial results are combined upwards
+   by the vendor's combine kernel.
 3. Rows whose number of blocks differs do not share a tile once they are split: a chunk of a prompt is handed
    to the kernel as several sequences, cut at multiples of ``block_keys``.
 
@@ -29,7 +30,11 @@ import torch
 from det_plugin.errors import UnsupportedError
 
 SPLIT_KEYS = 2048
-"""Keys per split, at most; shorter contexts are not split."""
+"""Keys per split, at most."""
+
+UNSPLIT_KEYS = 3072
+"""Contexts up to here are not split.  Splits cost prefill a pass through memory, and their absence costs the decoding
+of very few requests parallel work; above this length both are worth it (docs/performance.md)."""
 
 MAX_SEQUENCES = 992
 """Sequences per launch: the vendor's kernel drops splits above this."""
@@ -59,6 +64,15 @@ class Layout:
         return SPLIT_KEYS // self.block_keys
 
     @property
+    def unsplit_blocks(self) -> int:
+        return UNSPLIT_KEYS // self.block_keys
+
+    @property
+    def unsplit_keys(self) -> int:
+        """Keys of the longest context that is not split."""
+        return self.unsplit_blocks * self.block_keys
+
+    @property
     def decode_max_query(self) -> int:
         """max_seqlen_q of a launch of single rows.  At head size 128 the 64-row tile has the bits of the tall
         one, and the mask stays causal; at every other size the two differ, or there is only one."""
@@ -69,8 +83,8 @@ class Layout:
         blocks = (length + self.block_keys - 1) // self.block_keys
         count = (blocks + self.split_blocks - 1) // self.split_blocks
         if isinstance(count, torch.Tensor):
-            return count.clamp_(min=1)
-        return np.maximum(count, 1)
+            return torch.where(blocks > self.unsplit_blocks, count, 1)
+        return np.where(blocks > self.unsplit_blocks, count, 1)
 
 
 @dataclass
@@ -201,7 +215,7 @@ def cut_rows(layout: Layout, query_lens: np.ndarray, seq_lens: np.ndarray) -> np
     Returns:
         int64 ``[sequences, 3]``: request, rows, keys seen by the last row.
     """
-    step, whole = layout.block_keys, layout.block_keys * layout.split_blocks
+    step, whole = layout.block_keys, layout.unsplit_keys
     pieces = []
     for request, (rows, length) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         at = length - rows
@@ -287,7 +301,7 @@ def plan_batch(
     if (query_lens == 1).all():
         return plan_decode(layout, query_start_loc, seq_lens, max(1, int(lengths.max())))
     single = int(np.argmin(query_lens == 1))
-    if lengths.max() <= layout.block_keys * layout.split_blocks:
+    if lengths.max() <= layout.unsplit_keys:
         single = 0  # nothing is split: one launch of whole requests
     launches = []
     if single:

@@ -46,7 +46,8 @@ CONTEXTS = [
     2047,
     2048,
     2049,
-    3000,
+    3072,
+    3073,
     5000,
     8191,
     20000,
@@ -372,7 +373,27 @@ def phases_check(runner, heads, page, length=9000, seed=1):
             bad += differs(runner(batch, pool, torch.full_like(batch.q, 7)), full[a:b])
             count += 1
     positions = sorted(
-        {0, 1, 15, 16, 63, 64, 127, 128, 511, 512, 2047, 2048, 2049, 4095, 4096, length - 1, *range(5, length, 97)}
+        {
+            0,
+            1,
+            15,
+            16,
+            63,
+            64,
+            127,
+            128,
+            511,
+            512,
+            2047,
+            2048,
+            2049,
+            3071,
+            3072,
+            4095,
+            4096,
+            length - 1,
+            *range(5, length, 97),
+        }
     )
     positions = [p for p in positions if p < length]
     for a in range(0, len(positions), 64):

@@ -378,7 +378,7 @@ def check_qk_norm_rope() -> None:
         rest = (*weights, cos_sin, heads, kv_heads, 1e-6)
         found = find_contraction(host_norms_and_rotary, qkv, positions, *rest)
         whole = qk_norm_rope(qkv, positions, *rest, found or "first")
-        compared = mismatched = control = 0
+        compared, mismatched = 1, int(found is None)
         reference = qk_norm_rope_reference(qkv[:300], positions[:300], *rest, found or "first")
         mismatched += sum(differing_rows(a[:300], b) for a, b in zip(whole, reference, strict=True))
         compared += 600
@@ -387,8 +387,9 @@ def check_qk_norm_rope() -> None:
             part = qk_norm_rope(qkv[start : start + m], positions[start : start + m], *rest, found or "first")
             mismatched += sum(differing_rows(a, b[start : start + m]) for a, b in zip(part, whole, strict=True))
             compared += 2 * m
-        other = "none" if found != "none" else "first"
-        control = sum(map(differing_rows, qk_norm_rope(qkv, positions, *rest, other), whole))
+        wide = [t.float() for t in (qkv, *weights)]  # control: heads not rounded between norm and rotation
+        unrounded = qk_norm_rope(wide[0], positions, *wide[1:], *rest[2:])
+        control = sum(differing_rows(a.to(b.dtype), b) for a, b in zip(unrounded, whole, strict=True))
         record("qk_norm_rope", f"{heads}, {kv_heads}, {size}", compared, mismatched, control, contraction=found)
         for m in (1, 64, 256, 4096):
             arguments = (qkv[:m], positions[:m], *rest)

@@ -45,14 +45,14 @@ def test_splits_of_a_row_do_not_depend_on_the_chunk(no_vendor, chunk):
         for row, (_, splits, position, _) in got.items():
             want[position] = splits
             assert position == start + row
-    assert want == {p: -(-(p // 128 + 1) // 16) for p in range(length)}
+    assert want == {p: 1 if p < 3072 else -(-(p // 128 + 1) // 16) for p in range(length)}
 
 
 def test_rows_that_are_split_share_a_tile_only_with_rows_of_as_many_blocks(no_vendor):
-    pieces = fa3.cut_rows(LAYOUT, np.array([1, 5000, 300]), np.array([9000, 5000, 2100]))
+    pieces = fa3.cut_rows(LAYOUT, np.array([1, 5000, 300]), np.array([9000, 5000, 3150]))
     for request, rows, end in pieces.tolist():
         first, last = (end - rows) // 128, (end - 1) // 128
-        assert first == last or end <= 2048, (request, rows, end)
+        assert first == last or end <= 3072, (request, rows, end)
     assert pieces[:, 1].sum() == 5301
 
 
@@ -71,8 +71,10 @@ def test_splits_of_every_head_size_cover_whole_blocks():
     for dim, block in ((64, 128), (96, 128), (128, 128), (192, 96), (256, 80)):
         layout = fa3.Layout(8, 4, dim, 16, torch.float16)
         assert layout.block_keys == block
-        assert layout.splits(np.array([0, 1, layout.split_blocks * block])).tolist() == [1, 1, 1]
-        assert int(layout.splits(layout.split_blocks * block + 1)) == 2
+        assert layout.unsplit_keys == 3072 // block * block
+        lengths = [0, 1, layout.unsplit_keys, layout.unsplit_keys + 1, 4 * layout.split_blocks * block]
+        assert layout.splits(np.array(lengths)).tolist() == [1, 1, 1, 2, 4]
+        assert layout.splits(torch.tensor(lengths, dtype=torch.int32)).tolist() == [1, 1, 1, 2, 4]
 
 
 def test_fa3_refuses_more_splits_than_the_kernel_counts(no_vendor):
