@@ -18,9 +18,8 @@ from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32,
 from dataclasses import dataclass
 
 _COMPUTE_32F = 68
-_COMPUTE_32F_PEDANTIC = 69
 _R_32F, _R_16F, _R_16BF = 0, 2, 14
-_TYPES = {"float32": _R_32F, "float16": _R_16F, "bfloat16": _R_16BF}
+_TYPES = {"float16": _R_16F, "bfloat16": _R_16BF}
 _OP_T = 1
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 7, 8
 _EPILOGUE_BIAS = 4
@@ -130,14 +129,13 @@ class LinearProblem:
     Args:
         lt: the device's handle.
         n, k: the weight's shape.
-        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of every operand; the sum is kept in fp32.
+        dtype: ``"bfloat16"`` or ``"float16"``, of every operand; the sum is kept in fp32.
         has_bias: whether a bias is added before the one rounding.
     """
 
     def __init__(self, lt: CublasLt, n: int, k: int, dtype: str, has_bias: bool) -> None:
         self.lt, self.n, self.k, self.has_bias = lt, n, k, has_bias
         self.type = _TYPES[dtype]
-        self.compute = _COMPUTE_32F_PEDANTIC if dtype == "float32" else _COMPUTE_32F
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._alpha, self._beta = ctypes.addressof(self._one), ctypes.addressof(self._zero)
         self._descriptors: dict[int, int] = {}
@@ -161,7 +159,7 @@ class LinearProblem:
             return self._scratch
         descriptor = c_void_p()
         _check(
-            library.cublasLtMatmulDescCreate(byref(descriptor), self.compute, _R_32F),
+            library.cublasLtMatmulDescCreate(byref(descriptor), _COMPUTE_32F, _R_32F),
             "cublasLtMatmulDescCreate",
         )
         attributes: list[tuple[int, ctypes._SimpleCData]] = [(_DESC_TRANSA, c_int32(_OP_T))]

@@ -1,20 +1,23 @@
 """Batched matrix product: y[i] = a[i] b[i].
 
 Contract
-    Order, accumulator and rounding as in :mod:`det_plugin.ops.linear_cuda`: sequential along K in fp32, one
-    rounding.  One tile serves every shape, so a result depends on its row of a, its column of b, K, the dtype
-    and the GPU architecture alone.
+    Order, accumulator and rounding as in :mod:`det_plugin.ops.linear_cuda`: along K in fp32, sequential for
+    bfloat16 and float16, by blocks of 32 for float32; one rounding.  One tile serves every shape, so a result
+    depends on its row of a, its column of b, K, the dtype and the GPU architecture alone.
 """
 
 import torch
 
 from det_plugin.ops._triton import require_kernel_device
+from det_plugin.ops.blocked_sum import blocked_product
 from det_plugin.ops.linear_schedules import CANONICAL, run_tile
 
 
 def bmm_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The contract in plain torch, one element of K at a time (CPU implementation; slow)."""
     check_bmm_arguments(a, b)
+    if a.dtype == torch.float32:
+        return blocked_product(a, b.transpose(1, 2))
     total = torch.zeros((a.shape[0], a.shape[1], b.shape[2]), dtype=torch.float32, device=a.device)
     for k in range(a.shape[2]):
         total = total + a[:, :, k, None].float() * b[:, k, None, :].float()

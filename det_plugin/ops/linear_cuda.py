@@ -1,17 +1,21 @@
 """Linear on CUDA: y = x Wᵀ (+ b).
 
 Contract
-    Order: each element of y is summed sequentially along K, from k = 0 upwards, in one fp32 accumulator (the
-    matrix unit's own step: 16 elements of bfloat16 and float16; one IEEE fused multiply-add of float32).
+    Order of bfloat16 and float16: each element of y is summed sequentially along K, from k = 0 upwards, in one
+    fp32 accumulator (the matrix unit's own step: 16 elements).
+    Order of float32: K is cut into blocks of 32 from k = 0; the products of a block are summed by IEEE fused
+    multiply-add, k rising, in an accumulator of its own that starts from zero; the block sums are added one
+    after the other, in fp32, to a total that starts from zero (:mod:`det_plugin.ops.blocked_sum`).
     The bias is added in fp32; the sum is rounded once, to x's dtype.
     The result of a row may depend on that row, W, b, K, the dtype and the GPU architecture; not on the number
     of rows, the row's position, strides or alignment, or on the schedule.
 
-Schedules are Triton tiles and cuBLASLt algorithms (:mod:`det_plugin.ops.linear_schedules`).  For each
-(N, K, dtype, bias) a *plan* is made at first use, outside CUDA graph capture: every schedule that the tuning
-table may pick is certified against the canonical tile over a ladder of row counts, and what differs is struck
-out.  A call then looks at its row count and launches the table's choice among the certified ones; calls of
-more rows than were certified are cut into pieces.  Tables change speed, never bits.
+Schedules are Triton tiles and cuBLASLt algorithms (:mod:`det_plugin.ops.linear_schedules`); for float32 Triton
+tiles only, since cuBLASLt's algorithms sum it in other orders.  For each (N, K, dtype, bias) a *plan* is made at
+first use, outside CUDA graph capture: every schedule that the tuning table may pick is certified against the
+canonical tile over a ladder of row counts, and what differs is struck out.  A call then looks at its row count
+and launches the table's choice among the certified ones; calls of more rows than were certified are cut into
+pieces.  Tables change speed, never bits.
 """
 
 import logging
@@ -33,6 +37,7 @@ from det_plugin.evidence.certificates import (
 from det_plugin.ops import linear_fast
 from det_plugin.ops._cublaslt import Algorithm, CublasLt, LinearProblem
 from det_plugin.ops._triton import require_kernel_device
+from det_plugin.ops.blocked_sum import blocked_product
 from det_plugin.ops.linear_plan import (
     DEFAULT_TABLES,
     Plan,
@@ -60,8 +65,8 @@ TABLES = Path(__file__).parent / "tuning"
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The contract up to the matrix unit's rounding inside a step: fp32 accumulation, one rounding."""
-    y = x.float() @ weight.float().T
+    """x [M, K] by the contract: float32 bit for bit (slow), others up to the matrix unit's rounding in a step."""
+    y = blocked_product(x, weight) if x.dtype == torch.float32 else x.float() @ weight.float().T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -163,7 +168,8 @@ class LinearDispatcher:
         from det_plugin.ops import linear_tuning
 
         size = dtype.itemsize
-        handle = self.handle(device) if n * size % 16 == 0 and k * size % 16 == 0 else None
+        vendor = dtype != torch.float32 and n * size % 16 == 0 and k * size % 16 == 0
+        handle = self.handle(device) if vendor else None
         problem = LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
         table = self.table(dtype, n, k, device)
         measure = table is None and self.measure

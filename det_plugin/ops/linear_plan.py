@@ -18,9 +18,14 @@ MAX_BLOCK_ELEMENTS = 2**28
 DEFAULT_TABLES: dict[torch.dtype, Table] = {
     torch.bfloat16: ((None, "cublaslt"),),
     torch.float16: ((None, "cublaslt"),),
-    torch.float32: ((16, "pointer-16x32x64-w4-s3"), (None, "cublaslt")),  # cuBLASLt has another order there
+    torch.float32: (
+        (32, "pointer-16x32x32-w4-s6"),
+        (256, "pointer-32x64x32-w4-s3"),
+        (1024, CANONICAL[torch.float32].name),
+        (None, "pointer-128x64x32-w4-s3"),
+    ),
 }
-"""For problems that were not measured."""
+"""For problems that were not measured.  No cuBLASLt algorithm has float32's order."""
 
 OFFERED = 8
 """How many of the heuristic's suggestions are looked at for an algorithm that a table names."""

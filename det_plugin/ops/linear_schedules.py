@@ -9,8 +9,8 @@ All of them carry out the order that :mod:`det_plugin.ops.linear_cuda` defines. 
     cublaslt                    cuBLASLt, the algorithm that its heuristic ranks first for the row count
     cublaslt-A.T.S.C.W.O.I      one cuBLASLt algorithm, by its attributes
 
-W warps, S pipeline stages.  A table holds, for one (dtype, N, K), ``[largest row count, name]`` pairs in
-rising order, the last one without bound (null).
+W warps, S pipeline stages.  float32 runs pointer tiles with BK = 32 only, the block of its order.  A table holds,
+for one (dtype, N, K), ``[largest row count, name]`` pairs in rising order, the last one without bound (null).
 """
 
 import json
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from det_plugin.ops._triton import HAVE_TRITON, INTERPRET, cdiv, tl, triton
+from det_plugin.ops.blocked_sum import SUM_BLOCK
 
 if HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -73,7 +74,7 @@ class Tile:
 CANONICAL = {
     torch.bfloat16: Tile("pointer", 64, 64, 64, 4, 3),
     torch.float16: Tile("pointer", 64, 64, 64, 4, 3),
-    torch.float32: Tile("pointer", 64, 64, 32, 4, 2),
+    torch.float32: Tile("pointer", 64, 64, SUM_BLOCK, 4, 2),
 }
 """The tile that defines the bits, by dtype: slow, but runs on any shape and alignment."""
 
@@ -104,6 +105,7 @@ def _linear_pointer_kernel(
     w_row_stride,
     w_k_stride,
     y_batch_stride,
+    zero,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -111,10 +113,14 @@ def _linear_pointer_kernel(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCKED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """y[b] = x[b] w[b]^T (+ bias): one tile per program, K walked from 0 upwards in one fp32 accumulator.
 
+    BLOCKED sums each BLOCK_K elements in an accumulator of their own and adds that to the total.  ``zero`` (0.0,
+    else None) is what it starts from: a number that the compiler cannot see, or it folds the addition back into
+    one accumulator.
     WIDEN converts operands to fp32 before the product (for the interpreter, whose bf16 product is wrong).
     """
     tile_m, tile_n = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -138,7 +144,10 @@ def _linear_pointer_kernel(
         if WIDEN:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+        if BLOCKED:
+            total += tl.dot(x, w, tl.full((BLOCK_M, BLOCK_N), zero, tl.float32), input_precision=PRECISION)
+        else:
+            total = tl.dot(x, w, total, input_precision=PRECISION)
         x_at += BLOCK_K * x_k_stride
         w_at += BLOCK_K * w_k_stride
     if HAS_BIAS:
@@ -253,7 +262,7 @@ def run_tile(
     """Launch one tile.
 
     Args:
-        tile: any tile; kinds other than "pointer" need :func:`aligned` operands.
+        tile: any tile; kinds other than "pointer" need :func:`aligned` operands of 16 bits.
         x: [M, K], or [B, M, K] for "pointer".
         w: [N, K], or [B, N, K].
         bias: [N] contiguous, or None.
@@ -261,7 +270,13 @@ def run_tile(
 
     Returns:
         ``(runner, constants)`` for :func:`bind_tile`; runner is None under the interpreter.
+
+    Raises:
+        ValueError: the tile does not carry out float32's order.
     """
+    blocked = x.dtype == torch.float32
+    if blocked and (tile.kind != "pointer" or tile.block_k != SUM_BLOCK):
+        raise ValueError(f"tile: got {tile.name!r} for float32, expected a pointer tile with BK = {SUM_BLOCK}")
     m, k = x.shape[-2:]
     n = w.shape[-2]
     has_bias = bias is not None
@@ -281,8 +296,8 @@ def run_tile(
         kernel = _linear_pointer_kernel
         grid = (blocks, x.shape[0] if batched else 1, 1)
         arguments = (x, w, bias_arg, y, m, n, k, *strides)
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        constants = (*head, k % tile.block_k == 0, has_bias, precision, widen)
+        zero, precision = (0.0, "ieee") if blocked else (None, "tf32")
+        constants = (zero, *head, k % tile.block_k == 0, has_bias, precision, blocked, widen)
     else:
         strides = (0,) * 7
         persistent = tile.kind == "persistent"
