@@ -4,12 +4,21 @@ Run with TRITON_INTERPRET=1.  The interpreter rounds to bfloat16 by truncation a
 wrongly, so bit-exact tests take float16 and float32, and products of bfloat16 are widened first.
 """
 
+import ctypes
+import ctypes.util
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
+from det_plugin.ops import linear_schedules
 from det_plugin.ops._triton import INTERPRET, tree_sum_reference
+from det_plugin.ops.blocked_sum import fused_multiply_add
 from det_plugin.ops.bmm import bmm_kernel, bmm_reference
+from det_plugin.ops.linear_cuda import linear_reference
+from det_plugin.ops.linear_plan import DEFAULT_TABLES
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, run_tile
 from det_plugin.ops.mean import mean_kernel, mean_reference
 from det_plugin.ops.rms_norm import (
@@ -30,6 +39,11 @@ TILES = [
     "tma-16x32x64-w4-s3",
     "swap-16x64x64-w4-s3",
     "persistent-32x32x32-w4-s3",
+]
+FLOAT32_TILES = ["pointer-32x16x32-w4-s2", *(name for _, name in DEFAULT_TABLES[torch.float32])]
+CASES = [
+    *itertools.product(TILES, [torch.float16, torch.bfloat16]),
+    *itertools.product(FLOAT32_TILES, [torch.float32]),
 ]
 EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
@@ -68,9 +82,8 @@ def sequential_tiles(x, w, tile):
     return torch.from_numpy(y).to(x.dtype)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (5, 40, 72), (33, 64, 128), (70, 136, 200)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_every_tile_indexes_every_element(tile, shape, dtype, has_bias):
     """Small integers: every order gives the exact result, so any wrong index shows."""
@@ -85,9 +98,8 @@ def test_every_tile_indexes_every_element(tile, shape, dtype, has_bias):
 
 
 @pytest.mark.parametrize("tile", ["pointer-64x64x64-w4-s3", "pointer-16x32x64-w4-s3"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_k_is_walked_in_order_in_one_accumulator(tile, dtype):
-    x, w = randn(37, 200, dtype=dtype), randn(70, 200, dtype=dtype, seed=1)
+def test_k_is_walked_in_order_in_one_accumulator(tile):
+    x, w = randn(37, 200, dtype=torch.float16), randn(70, 200, dtype=torch.float16, seed=1)
     assert torch.equal(run(tile, x, w), sequential_tiles(x, w, Tile.parse(tile)))
 
 
@@ -98,8 +110,73 @@ def test_negative_control_another_order_differs():
     assert not torch.equal(run(tile, x, w), backwards)
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def blocked(x, w, block, bias=None):
+    """float32's order, one C library fused multiply-add at a time; block = K is one chain over all of K."""
+    fma = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fma.argtypes, fma.restype = [ctypes.c_float] * 3, ctypes.c_float
+    y = np.zeros((len(x), len(w)), np.float32)
+    for i, j in np.ndindex(*y.shape):
+        products = list(zip(x[i].tolist(), w[j].tolist(), strict=True))
+        for start in range(0, len(products), block):
+            part = 0.0
+            for a, b in products[start : start + block]:
+                part = fma(a, b, part)
+            y[i, j] += np.float32(part)
+        if bias is not None:
+            y[i, j] += np.float32(bias[j])
+    return torch.from_numpy(y)
+
+
+@pytest.fixture
+def fused_dot(monkeypatch):
+    """The interpreter's product of two tiles as the machine code has it: k rising, fused multiply-add."""
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        assert input_precision.name == "IEEE"
+        x, w, total = (torch.from_numpy(np.ascontiguousarray(t.data)) for t in (a, b, d))
+        for k in range(x.shape[1]):
+            total = fused_multiply_add(x[:, k, None], w[None, k], total)
+        return interpreter.TensorHandle(total.numpy(), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("tile", FLOAT32_TILES)
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 64, 77, 200, 577])
+def test_float32_is_summed_in_blocks_of_32(fused_dot, tile, k):
+    x, w, bias = (randn(*s, dtype=torch.float32, seed=i) for i, s in enumerate([(3, k), (7, k), (7,)]))
+    want, chain = blocked(x, w, 32), blocked(x, w, k)
+    assert torch.equal(run(tile, x, w), want)
+    assert torch.equal(run(tile, x, w, bias), blocked(x, w, 32, bias))
+    assert torch.equal(linear_reference(x, w, bias), blocked(x, w, 32, bias))
+    assert torch.equal(want, chain) == (k <= 32)  # negative control: the old order
+
+
+def test_float32_control_without_its_own_accumulator_the_kernel_sums_one_chain(fused_dot):
+    x, w = randn(3, 77, dtype=torch.float32), randn(7, 77, dtype=torch.float32, seed=1)
+    y = torch.empty(3, 7)
+    linear_schedules._linear_pointer_kernel[(1, 1, 1)](
+        x, w, y, y, 3, 7, 77, 0, 77, 1, 0, 77, 1, 0, None, 16, 16, 32, 8, False, False, "ieee", False, False
+    )
+    assert torch.equal(y, blocked(x, w, 77))
+    assert not torch.equal(y, run(CANONICAL[torch.float32], x, w))
+
+
+def test_float32_bmm_is_summed_in_blocks_of_32(fused_dot):
+    a, b = randn(2, 3, 77, dtype=torch.float32), randn(2, 77, 5, dtype=torch.float32, seed=1)
+    want = torch.stack([blocked(p, q.T, 32) for p, q in zip(a, b, strict=True)])
+    assert torch.equal(bmm_kernel(a, b), want)
+    assert torch.equal(bmm_reference(a, b), want)
+
+
+@pytest.mark.parametrize("tile", ["tma-16x32x32-w4-s3", "swap-16x64x32-w4-s3", "pointer-64x64x64-w4-s3"])
+def test_tiles_without_float32s_order_are_refused(tile):
+    x, w = randn(3, 64, dtype=torch.float32), randn(8, 64, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"tile: got '{tile}' for float32, expected a pointer tile with BK = 32"):
+        run(tile, x, w)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES, ids=str)
 def test_accuracy(tile, dtype):
     x, w, bias = randn(20, 128, dtype=dtype), randn(48, 128, dtype=dtype), randn(48, dtype=dtype)
     want = x.double() @ w.double().T + bias.double()
