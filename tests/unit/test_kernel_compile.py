@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from det_plugin.ops import linear_schedules, mean, qk_norm_rope, rms_norm, softmax
+from det_plugin.ops.linear_plan import DEFAULT_TABLES
+from det_plugin.ops.linear_schedules import CANONICAL
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     raise RuntimeError("these tests compile kernels: run them without TRITON_INTERPRET")
@@ -38,7 +42,7 @@ def pointer_arguments(dtype):
     types = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), f"*{dtype}:16")
     strides = ("x_batch_stride", "x_row_stride", "w_batch_stride", "w_row_stride", "y_batch_stride")
     types |= dict.fromkeys(("N", "K", *strides), "i32:16")
-    return types | {"M": "i32"}
+    return types | {"M": "i32", "zero": "fp32"}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -49,11 +53,12 @@ def test_canonical_tile(dtype, has_bias, even_k):
     constants = {
         "x_k_stride": 1, "w_k_stride": 1, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": block_k, "GROUP_M": 8,
         "EVEN_K": even_k, "HAS_BIAS": has_bias, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-        "WIDEN": False,
+        "BLOCKED": dtype == "fp32", "WIDEN": False,
     }  # fmt: skip
-    compiled = compile_kernel(
-        linear_schedules._linear_pointer_kernel, pointer_arguments(dtype), constants, num_warps=4, num_stages=3
-    )
+    types = pointer_arguments(dtype)
+    if dtype != "fp32":
+        constants["zero"] = None
+    compiled = compile_kernel(linear_schedules._linear_pointer_kernel, types, constants, num_warps=4, num_stages=3)
     if dtype == "fp32":
         assert "tf32" not in compiled.asm["ptx"]
         assert "fma.rn.f32" in compiled.asm["ptx"]
@@ -61,6 +66,38 @@ def test_canonical_tile(dtype, has_bias, even_k):
         assert "wgmma" in compiled.asm["ptx"]
     assert "cp.async" in compiled.asm["ptx"]  # loads are pipelined
     assert "atom" not in compiled.asm["ptx"]
+
+
+def float32_additions(name, even_k, **more):
+    """(Fused multiply-adds, additions) in the code of a float32 tile, and that code."""
+    tile = linear_schedules.Tile.parse(name)
+    constants = {
+        "x_k_stride": 1, "w_k_stride": 1, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "GROUP_M": 8, "EVEN_K": even_k, "HAS_BIAS": False, "PRECISION": "ieee", "BLOCKED": True, "WIDEN": False,
+    }  # fmt: skip
+    compiled = compile_kernel(
+        linear_schedules._linear_pointer_kernel, pointer_arguments("fp32"), constants | more,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    ptx = compiled.asm["ptx"]
+    return ptx.count("fma.rn.f32"), len(re.findall(r"\badd(?:\.rn)?\.f32", ptx)), ptx
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name in DEFAULT_TABLES[torch.float32]}))
+@pytest.mark.parametrize("even_k", [False, True])
+def test_float32_tiles_keep_the_sum_of_a_block_apart(name, even_k):
+    """One addition to the total for every 32 fused multiply-adds, and nothing else rounds."""
+    fused, added, ptx = float32_additions(name, even_k)
+    assert fused == 32 * added > 0
+    assert "mul.f32" not in ptx
+    assert "mul.rn.f32" not in ptx
+    assert "cp.async" in ptx
+
+
+def test_control_a_zero_that_the_compiler_sees_joins_the_sums():
+    fused, added, _ = float32_additions(CANONICAL[torch.float32].name, True, zero=0.0)
+    assert fused > 0
+    assert added == 0
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from det_plugin.evidence.certificates import Certificate, Difference
 from det_plugin.ops import linear_tuning
 from det_plugin.ops._cublaslt import Algorithm
-from det_plugin.ops.linear_cuda import TABLES, check_linear_arguments
+from det_plugin.ops.blocked_sum import SUM_BLOCK
+from det_plugin.ops.linear_cuda import TABLES, LinearDispatcher, check_linear_arguments
 from det_plugin.ops.linear_plan import (
+    DEFAULT_TABLES,
     Plan,
     asked_rows,
     certification_data,
@@ -128,6 +130,29 @@ def test_a_small_tile_does_not_serve_more_rows_than_certified():
     limit = Tile.parse(SMALL).max_rows(8192)
     assert made.schedule(limit) == SMALL
     assert made.schedule(limit + 1) == CANON
+
+
+def test_float32_runs_tiles_of_its_order_and_never_asks_cublaslt(monkeypatch):
+    asked = []
+
+    def certified(self, n, k, dtype, has_bias, device, names, named, problem):
+        canonical = CANONICAL[dtype].name
+        return Certificate("linear", "key", canonical, (canonical, *names), {}, (1, 8192))
+
+    monkeypatch.setattr(LinearDispatcher, "_certify", certified)
+    monkeypatch.setattr(LinearDispatcher, "handle", lambda self, device: asked.append(device))
+    made = LinearDispatcher(tables={})._make(4096, 1536, torch.float32, False, 0)
+    assert not asked
+    assert made.problem is None
+    names = {made.schedule(m) for m in (1, 32, 33, 256, 257, 1024, 1025, 8192)}
+    assert names == {name for _, name in DEFAULT_TABLES[torch.float32]}
+    assert CANONICAL[torch.float32].name in names
+    for name in names | linear_tuning.candidates(torch.float32, 4096, 1536):
+        tile = Tile.parse(name)
+        assert (tile.kind, tile.block_k) == ("pointer", SUM_BLOCK)
+    assert all(made.chosen(m) is None and made.eager(m) is None for m in (1, 64, 8192))
+    LinearDispatcher(tables={})._make(4096, 1536, torch.bfloat16, False, 0)
+    assert asked == [0]  # control: other dtypes ask
 
 
 def test_ranges_cover_every_row_count_that_may_be_asked():
