@@ -150,13 +150,13 @@ def engine_table(document: dict[str, Any], short: bool) -> list[str]:
     for backend in dict.fromkeys(engine["backend"] for engine in engines):
         mine = [e for e in engines if e["backend"] == backend and e["engine"].startswith("det")]
         control = [e for e in engines if e["backend"] == backend and not e["engine"].startswith("det")]
-        differ = (
-            f"{sum(tally(e, 'mismatches') for e in control):,} of {sum(tally(e, 'comparisons') for e in control):,}"
-        )
+        kinds = ", ".join(e["engine"].split(",")[0] for e in control)
+        of = sum(tally(e, "comparisons") for e in control)
+        differ = f"{sum(tally(e, 'mismatches') for e in control):,} of {of:,} ({kinds})" if control else "none ran"
         lines.append(
             f"| {backend} | {len(mine)} | {sum(e['requests'] for e in mine):,} "
             f"| {sum(tally(e, 'comparisons') for e in mine):,} | {sum(tally(e, 'mismatches') for e in mine):,} "
-            f"| {differ} ({', '.join(e['engine'].split(',')[0] for e in control)}) |"
+            f"| {differ} |"
         )
     if short:
         return lines

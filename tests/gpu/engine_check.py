@@ -370,7 +370,7 @@ ENGINES = {
     "compile": ["det,{b},compile,512"],
     "stock": ["stock,{b},eager,8192"],
     "cpu": ["det,CPU_ATTN,eager,2048", "det,CPU_ATTN,eager,64,kvtokens=640", "stock,CPU_ATTN,eager,2048"],
-    "quick": ["det,{b},eager,8192", "det,{b},compile,512", "stock,{b},eager,8192"],
+    "quick": ["det,{b},eager,8192", "det,{b},compile,512", "{control},{b},eager,8192"],
     "full": [
         "det,{b},eager,8192",
         "det,{b},compile,512",
