@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import json
 import pathlib
 import statistics
@@ -23,6 +24,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from timing import interleaved
+
 from det_plugin.attention import fa3, flashinfer, reference, triton_paged
 
 DEV = "cuda"
@@ -539,26 +542,6 @@ def bits(backends, checks, flashinfer_dims, save, chosen):
     return control > 0 and not any(c["mismatches"] for c in checks)
 
 
-def timed(functions, reps):
-    graphs = {}
-    for name, f in functions.items():
-        f()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            f()
-    times = {name: [] for name in graphs}
-    for _ in range(reps):
-        for name, g in graphs.items():
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            g.replay()
-            b.record()
-            b.synchronize()
-            times[name].append(a.elapsed_time(b) * 1e3)
-    return {n: (statistics.median(t), max(t) - min(t)) for n, t in times.items()}
-
-
 CASES = [
     ("decode", 1, 640),
     ("decode", 8, 640),
@@ -573,44 +556,55 @@ CASES = [
 ]
 
 
+def rotated_batches(pool, heads, kind, count, context):
+    """Batches of one shape at random places of the pool, enough of them to leave the L2 cache: a model's layers."""
+    rows = 1 if kind == "decode" else context
+    layers = max(2, min(24, int(2e8 / (count * context * 4096)))) if rows == 1 else 2
+    q = torch.randn(rows, heads[0], heads[2], device=DEV, dtype=torch.bfloat16)
+    batches = []
+    for i in range(layers):
+        free = pool.pages - count * (-(-context // pool.page))
+        pool.next = int(np.random.default_rng(i).integers(0, free))
+        batches.append(Batch([Request(q, pool.take(context), context) for _ in range(count)], pool.page))
+    return batches
+
+
+def layer_calls(name, heads, pool, batches, out):
+    """One call per batch, all with the plan of the first, as the engine plans a step once for all layers."""
+    first, decode = batches[0], batches[0].max_query == 1
+    runner = StockFa3(heads, pool.page, splits=32 if decode else 0) if name == "stock" else make(name, heads, pool.page)
+    plan = runner.prepare(first)
+    if name == "fa3" and decode:
+        plan = fa3.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT)
+    elif name == "flashinfer" and decode:
+        width = first.table.shape[1]
+        plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
+    return [functools.partial(runner, batch, pool, out, plan) for batch in batches]
+
+
 def speed(backends, results, save, heads=(32, 8, 128), page=16):
     """Microseconds a layer under a CUDA graph, layers' caches rotated, against stock FA3; interleaved."""
-    h, hk, d = heads
+    _, hk, d = heads
     pages = {name: 64 if name == "triton" else page for name in ["stock", *backends]}  # each one's default
     pools = {p: Pool(hk, d, p, 1_000_000) for p in set(pages.values())}
     for kind, count, context in CASES:
-        rows = 1 if kind == "decode" else context
-        layers = max(2, min(24, int(2e8 / (count * context * 4096)))) if rows == 1 else 2
-        functions, batches = {}, {p: [] for p in pools}
-        q = torch.randn(rows, h, d, device=DEV, dtype=torch.bfloat16)
-        for p, pool in pools.items():
-            for i in range(layers):
-                free = pool.pages - count * (-(-context // p))
-                pool.next = int(np.random.default_rng(i).integers(0, free))
-                batches[p].append(Batch([Request(q, pool.take(context), context) for _ in range(count)], p))
+        batches = {p: rotated_batches(pool, heads, kind, count, context) for p, pool in pools.items()}
         out = torch.empty_like(batches[page][0].q)
-        for name, p in pages.items():
-            splits = 32 if rows == 1 else 0
-            runner = StockFa3(heads, p, splits=splits) if name == "stock" else make(name, heads, p)
-            first = batches[p][0]
-            plan = runner.prepare(first)
-            if name == "fa3" and rows == 1:
-                plan = fa3.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT)
-            elif name == "flashinfer" and rows == 1:
-                width = first.table.shape[1]
-                plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
-            functions[name] = lambda r=runner, x=plan, p=p, o=out, bs=batches: [r(b, pools[p], o, x) for b in bs[p]]
+        sides = {name: layer_calls(name, heads, pools[p], batches[p], out) for name, p in pages.items()}
         try:
-            got = timed(functions, 15 if rows == 1 else 7)
+            got = interleaved(sides, 15 if kind == "decode" else 7)
         except Exception as error:
             print(kind, count, context, repr(error)[:300])
             continue
+        layers = len(batches[page])
         case = dict(case=f"{kind} {count} x {context}", unit="us per layer", heads=list(heads), layers=layers)
-        for name, (t, spread) in got.items():
-            case[name] = round(t / layers, 2)
-            case[f"{name}_spread"] = round(spread / layers, 2)
+        stock = statistics.median(got["stock"])
+        for name, times in got.items():
+            median = statistics.median(times)
+            case[name] = round(median, 2)
+            case[f"{name}_spread"] = round(max(times) - min(times), 2)
             if name != "stock":
-                case[f"{name}_ratio"] = round(got["stock"][0] / t, 3)
+                case[f"{name}_ratio"] = round(stock / median, 3)
         results.append(case)
         save()
         print({k: v for k, v in case.items() if "spread" not in k and k not in ("unit", "heads")}, flush=True)

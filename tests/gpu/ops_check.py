@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from timing import graph_pairs, wall_time
 from torch.nn.functional import linear as stock_linear
 from torch.nn.functional import rms_norm as stock_rms_norm
 
@@ -30,7 +31,7 @@ from det_plugin.ops.bmm import bmm
 from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear, linear_reference
 from det_plugin.ops.linear_plan import DEFAULT_TABLES, certification_data
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, run_tile, table_key
-from det_plugin.ops.linear_tuning import candidates, graph_time, rotating_weights
+from det_plugin.ops.linear_tuning import candidates, rotating_weights
 from det_plugin.ops.mean import mean, mean_reference
 from det_plugin.ops.qk_norm_rope import find_contraction, qk_norm_rope, qk_norm_rope_reference
 
@@ -416,7 +417,7 @@ def check_qk_norm_rope() -> None:
             arguments = (qkv[:m], positions[:m], *rest)
             fused = [partial(qk_norm_rope, *arguments, found or "first")] * 20
             apart = [partial(host_norms_and_rotary, *arguments)] * 20
-            pairs = [(graph_time(apart, 5), graph_time(fused, 5)) for _ in range(3)]
+            pairs = graph_pairs(apart, fused, 3)
             name = f"qk_norm_rope {m} tokens, heads {heads}, {kv_heads}, {size}; stock: norms and rotary apart"
             case("", name, "us", [p[0] for p in pairs], [p[1] for p in pairs])
 
@@ -441,16 +442,6 @@ def case(model: str, name: str, unit: str, stock: list[float], ours: list[float]
     return line
 
 
-def wall_time(calls: list) -> float:
-    """Microseconds per call outside CUDA graphs, processor time included."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / len(calls) * 1e6
-
-
 def time_linear(dispatcher: LinearDispatcher, models, rows, rounds: int, deadline: float) -> None:
     """Stock against ours: under CUDA graph replay, and wall time outside graphs; interleaved."""
     done: set[tuple[int, int]] = set()
@@ -472,7 +463,7 @@ def time_linear(dispatcher: LinearDispatcher, models, rows, rounds: int, deadlin
                 x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
                 stock_calls = [partial(stock_linear, x, w, bias) for w in weights]
                 calls = [partial(torch.ops.det_plugin.linear, x, w, bias) for w in weights]
-                pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+                pairs = graph_pairs(stock_calls, calls, rounds)
                 name = plan.schedule(m)
                 case(
                     model, f"linear N={n} K={k} M={m}, CUDA graph", "us", [p[0] for p in pairs],
@@ -499,7 +490,7 @@ def time_rows(rounds: int) -> None:
         xs = [torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
         stock_calls = [partial(stock_rms_norm, x, (width,), w, 1e-6) for x in xs]
         calls = [partial(torch.ops.det_plugin.rms_norm, x, w, 1e-6, 0.0) for x in xs]
-        pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+        pairs = graph_pairs(stock_calls, calls, rounds)
         line = case("", f"rms_norm {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
         line["GB/s"] = round(2 * rows * width * 2 / line["deterministic"] / 1e3, 1)  # read x, write y
         fused = [partial(torch.ops.det_plugin.fused_add_rms_norm, x, xs[i - 1], w, 1e-6, 0.0)
@@ -508,13 +499,13 @@ def time_rows(rounds: int) -> None:
             partial(lambda a, b, w=w, width=width: stock_rms_norm(a.add_(b), (width,), w, 1e-6), x, xs[i - 1])
             for i, x in enumerate(xs)
         ]
-        pairs = [(graph_time(separate, 5), graph_time(fused, 5)) for _ in range(rounds)]
+        pairs = graph_pairs(separate, fused, rounds)
         case("", f"fused_add_rms_norm {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
     for width, rows in [(151936, 1), (151936, 64), (151936, 256), (262144, 64)]:
         xs = [torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
         stock_calls = [partial(torch.log_softmax, x, -1, dtype=torch.float32) for x in xs]
         calls = [partial(torch.ops.det_plugin.log_softmax, x) for x in xs]
-        pairs = [(graph_time(stock_calls, 5), graph_time(calls, 5)) for _ in range(rounds)]
+        pairs = graph_pairs(stock_calls, calls, rounds)
         line = case("", f"log_softmax {rows}x{width}", "us", [p[0] for p in pairs], [p[1] for p in pairs])
         line["GB/s"] = round(rows * width * (2 + 2 + 4) / line["deterministic"] / 1e3, 1)  # x twice, y once
 

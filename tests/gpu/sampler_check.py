@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from timing import interleaved
+
 from det_plugin.sampling import filters, gpu, gpu_logprobs, noise, reference
 
 VOCAB = 151936
@@ -150,9 +152,15 @@ def check_noise() -> None:
     check("noise order of the 50 largest equals numpy", same)
 
 
-def stock_steps(directory: str):
-    sys.path.insert(0, directory)
-    import triton
+def stock_step(directory: str | None = None):
+    """One step by the host's kernels, of ``vllm`` in ``directory`` or as installed: a function of a batch, whether
+    it has top-k and whether it has top-p.
+
+    Raises:
+        ImportError: there is no ``vllm``.
+    """
+    if directory:
+        sys.path.insert(0, directory)
     from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 
@@ -170,31 +178,12 @@ def stock_steps(directory: str):
             logits, b.requests, b.temperature, b.seeds, b.positions, apply_temperature=False, is_drafting=False
         )
 
-    return triton, step
+    return step
 
 
 def measure(functions: dict, repeats: int = 30) -> dict:
     """Median and spread in microseconds, functions interleaved, one CUDA graph each, L2 flushed before each."""
-    graphs = {}
-    for name, f in functions.items():
-        for _ in range(3):
-            f()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            f()
-        graphs[name] = graph
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times: dict = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000)
+    times = interleaved({name: [f] for name, f in functions.items()}, repeats, flush=True)
     out = {}
     for name, values in times.items():
         values.sort()
@@ -206,9 +195,16 @@ def measure(functions: dict, repeats: int = 30) -> dict:
     return out
 
 
+def peaked_logits(rows: int, vocab: int = VOCAB, device: str = "cuda") -> torch.Tensor:
+    """About what a language model gives, float32 [rows, vocab]: a few tokens carry the mass."""
+    logits = torch.randn(rows, vocab, device=device) * 2.0
+    top = torch.randint(0, vocab, (rows, 40), device=device)
+    return logits.scatter_add_(1, top, 20.0 - 0.3 * torch.arange(40.0, device=device).expand(rows, 40))
+
+
 def speed(stock_dir: str | None) -> list[dict]:
     results = []
-    _triton, stock = stock_steps(stock_dir) if stock_dir else (None, None)
+    stock = stock_step(stock_dir) if stock_dir else None
     cases = {
         "greedy": dict(temperature=0.0),
         "temperature 1": dict(temperature=1.0),
@@ -222,10 +218,7 @@ def speed(stock_dir: str | None) -> list[dict]:
         for name, kw in cases.items():
             for shape, spread in (("normal, spread 3", 3.0), ("peaked", 0.0)):
                 torch.manual_seed(rows)
-                logits = torch.randn(rows, VOCAB, device="cuda") * (spread or 2.0)
-                if not spread:  # about what a language model gives: a few tokens carry the mass
-                    top = torch.randint(0, VOCAB, (rows, 40), device="cuda")
-                    logits.scatter_add_(1, top, 20.0 - 0.3 * torch.arange(40.0, device="cuda").expand(rows, 40))
+                logits = torch.randn(rows, VOCAB, device="cuda") * spread if spread else peaked_logits(rows)
                 b = Batch(
                     logits.bfloat16(),
                     [reference.RowParams(seed=i, position=100 + i, **kw) for i in range(rows)],
