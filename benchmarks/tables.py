@@ -199,6 +199,47 @@ def attention_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def kernel_table(document: dict[str, Any]) -> list[str]:
+    """Kernels: geometric means per operator, then every case with rates and their share of the measured peaks.
+
+    Rates are the deterministic side's; ratios are stock time over deterministic time (above 1: faster than stock).
+    """
+    peaks = document["peaks"]
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for c in document["cases"]:
+        if c["ratio"]:
+            groups[c["operator"], c["backend"], c["stock_runs"]].append(c["ratio"])
+    lines = [
+        f"Peaks in the same run: a device copy reads and writes {peaks['copy_bytes_per_s'] / 1e9:,.0f} GB/s, "
+        f"a bfloat16 matrix product does {peaks['matmul_flop_per_s'] / 1e12:,.0f} TFLOP/s.",
+        "",
+        "| operator | backend | stock runs | cases | geometric mean of stock / ours | lowest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (operator, backend, runs), ratios in groups.items():
+        mean = geometric_mean(ratios)
+        lines.append(f"| {operator} | {backend} | {runs} | {len(ratios)} | {mean:.3f} | {min(ratios):.3f} |")
+    lines += [
+        "",
+        "| operator | case | backend | stock µs | ours µs | ratio | GB/s | of copy | TFLOP/s | of matmul |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for c in document["cases"]:
+        side = "deterministic"
+        cells = [c["operator"], f"{c['model']} {c['case']}".strip(), c["backend"]]
+        cells += [rate(c["stock"]), rate(c[side]), ratio(c["ratio"])]
+        for name, unit, share in (
+            ("bytes_per_s", 1e9, "fraction_of_copy"),
+            ("flop_per_s", 1e12, "fraction_of_matmul"),
+        ):
+            value, part = c[name].get(side), c[share].get(side)
+            cells += ["", ""] if value is None else [rate(value / unit), f"{part:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    if document["left_out"]:
+        lines += ["", "Not measured: " + "; ".join(f"{n} ({why})" for n, why in document["left_out"].items()) + "."]
+    return lines
+
+
 def section(title: str, name: str, body: list[str], document: dict[str, Any]) -> list[str]:
     """A titled table with its environment and its file."""
     return [f"**{title}** ([`{name}`](benchmarks/results/{name}): {environment(document)})", "", *body, ""]
@@ -263,6 +304,9 @@ def render(short: bool) -> str:
             if ratios:
                 body.append(f"| {label} | {len(ratios)} | {geometric_mean(ratios):.3f} | {min(ratios):.3f} |")
         out += section("Linear speed on a GPU", "h200/ops_speed.json", body, document)
+    if document := load("h200/kernels.json"):
+        title = "Kernels on a GPU, under a CUDA graph"
+        out += section(title, "h200/kernels.json", kernel_table(document), document)
     if document := load("h200/sampler_speed.json"):
         out += section("One sampling step on a GPU", "h200/sampler_speed.json", sampler_table(document), document)
     return "\n".join(out).strip()
