@@ -11,7 +11,7 @@ import torch
 Call = Callable[[], object]
 
 FLUSH_BYTES = 256 << 20
-"""Written between replays where asked for: several times the L2 cache, and longer than a launch takes."""
+"""Read between replays where asked for: several times the L2 cache, and longer than a launch takes."""
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -34,12 +34,12 @@ def replay_time(graph: torch.cuda.CUDAGraph, flush: torch.Tensor | None = None) 
 
     Args:
         graph: what to replay.
-        flush: overwritten just before, so that the replay finds a cold L2 cache, and is launched while the GPU
-            is still busy: its launch isn't timed.
+        flush: read just before, so that the replay finds a cold L2 cache with nothing to write back, and is
+            launched while the GPU is still busy: its launch isn't timed.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if flush is not None:
-        flush.zero_()
+        flush.sum()
     start.record()
     graph.replay()
     end.record()
@@ -59,7 +59,7 @@ def interleaved(sides: Mapping[str, Sequence[Call]], rounds: int, *, flush: bool
         Microseconds per call of every round, by name.
     """
     graphs = {name: capture(calls) for name, calls in sides.items()}
-    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flush else None
+    buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda") if flush else None
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
