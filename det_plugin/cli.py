@@ -29,7 +29,7 @@ BaseUrl = Annotated[str | None, typer.Option(help="http://host:port; replaces --
 Host = Annotated[str, typer.Option(help="Host of the server.")]
 Port = Annotated[int, typer.Option(help="Port of the server.")]
 Model = Annotated[str | None, typer.Option(help="Served model name; the first one when left out.")]
-Timeout = Annotated[float, typer.Option(help="Seconds without an answer.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that one request may take, its whole answer included.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")]
 
@@ -320,6 +320,11 @@ def bench(
     server_args: Annotated[str, typer.Option(help="Further arguments of every started server, one string.")] = "",
     one_at_a_time: Annotated[bool, typer.Option(help="Start servers one after another; no interleaving.")] = False,
     check: Annotated[bool, typer.Option(help="Verify determinism before measuring.")] = True,
+    timeout: Timeout = 600.0,
+    commit: Annotated[
+        str | None,
+        typer.Option(help="Commit of the source, for the report. (default: of this checkout, where it has a history)"),
+    ] = None,
 ) -> None:
     """Measure whole-engine speed of servers, deterministic beside stock."""
 
@@ -350,6 +355,8 @@ def bench(
                 server_args=server_args,
                 one_at_a_time=one_at_a_time,
                 check=check,
+                timeout=timeout,
+                commit=commit,
             )
         )
 

@@ -50,7 +50,7 @@ class Bench:
         self.idle: dict[str, Any] = {"checks": 0, "unknown": []}
         self.clients: dict[str, BenchClient] = {}
         self.report: dict[str, Any] = {
-            "environment": environment(),
+            "environment": environment(options.commit),
             "method": METHOD,
             "suite": options.suite,
             "interleaved": not options.one_at_a_time,
@@ -144,7 +144,9 @@ class Bench:
             clients: dict[str, BenchClient] = {}
             prompts: dict[str, PromptSource] = {}
             for name, url in urls.items():
-                client = clients[name] = self.clients[name] = await stack.enter_async_context(BenchClient(url))
+                client = clients[name] = self.clients[name] = await stack.enter_async_context(
+                    BenchClient(url, timeout=self.options.timeout)
+                )
                 facts = await client.connect()
                 self.model = self.model or str(client.model)
                 if self.options.prompts == "random":
@@ -228,8 +230,10 @@ class Bench:
         self.idle["checks"] += 1
 
 
-def check_servers(urls: Mapping[str, str], say: Callable[[str], None]) -> dict[str, VerificationResult]:
-    """A short single-mode verification of every server, before it is measured."""
+def check_servers(
+    urls: Mapping[str, str], say: Callable[[str], None], timeout: float = 600.0
+) -> dict[str, VerificationResult]:
+    """A short single-mode verification of every server, before it is measured; ``timeout``: seconds per request."""
     results = {}
     for name, url in urls.items():
         options = VerifyOptions(
@@ -238,6 +242,7 @@ def check_servers(urls: Mapping[str, str], say: Callable[[str], None]) -> dict[s
             batch_sizes=[1, 5, 12],
             max_new_tokens=16,
             temperatures=[0.0],
+            timeout=timeout,
         )
         results[name] = run_verification(options)
         mode = results[name].modes[-1] if results[name].modes else None
@@ -273,7 +278,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
                 if n in servers or n in options.urls
             }
             if options.check:
-                for name, result in check_servers(urls, say).items():
+                for name, result in check_servers(urls, say, options.timeout).items():
                     bench.report["checks"][name] = result.status
                     if name.startswith("deterministic") and result.exit_code:
                         say(f"{name} failed its check; nothing is measured. {result.error}")

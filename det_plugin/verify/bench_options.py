@@ -64,6 +64,8 @@ class BenchOptions:
     server_args: list[str] = field(default_factory=list)
     one_at_a_time: bool = False
     check: bool = True
+    timeout: float = 600.0
+    commit: str | None = None
 
     def __post_init__(self) -> None:
         if self.suite is None:
@@ -90,6 +92,10 @@ class BenchOptions:
             raise ConfigError(f"--concurrency: got {options.concurrency}, accepts 1 or above")
         if options.prompts not in ("text", "random"):
             raise ConfigError(f"--prompts: got {options.prompts!r}, accepts text, random")
+        if not options.timeout > 0:
+            raise ConfigError(f"--timeout: got {options.timeout}, accepts seconds above 0")
+        if options.commit is not None and not options.commit.strip():
+            raise ConfigError("--commit: got an empty name, accepts a commit")
         if not options.cases():
             known = "; ".join(case.name for case in options.all_cases())
             raise ConfigError(f"--cases: got {options.cases_filter}, no case of suite {options.suite} has it: {known}")

@@ -95,13 +95,16 @@ def startup_log(server: VllmServer) -> list[str]:
     return [match[0].strip() for match in STARTUP_LINES.finditer(text)][:12]
 
 
-def environment() -> dict[str, Any]:
-    """Machine and versions, as a benchmark must record them."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Machine and versions, as a benchmark must record them.
+
+    Args:
+        commit: of the source; None asks git, where this is a checkout.
+    """
     from det_plugin import __version__
 
     root = Path(__file__).resolve().parents[2]
-    commit = None
-    if (root / ".git").exists() and shutil.which("git"):
+    if commit is None and (root / ".git").exists() and shutil.which("git"):
         done = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )

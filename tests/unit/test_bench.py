@@ -89,6 +89,9 @@ def test_suite_follows_the_machine(monkeypatch):
         ["--suite", "tpu"],
         ["--cases", "nothing like it"],
         ["--prompts", "none"],
+        ["--timeout", "0"],
+        ["--timeout", "nan"],
+        ["--commit", " "],
         ["--server-args", "--skip-tokenizer-init"],
         ["--server-args", "--skip-tokenizer-init", "--no-check"],
     ],
@@ -103,6 +106,36 @@ def test_mixed_arrivals_need_a_stock_server_or_a_rate(tmp_path):
     result = invoke("--suite", "gpu", "--host-only", "deterministic", "--model", tmp_path)
     assert result.exit_code == 2
     assert "--poisson-rate" in result.output
+
+
+def test_commit_overrides_what_git_says():
+    assert bench_servers.environment("abc")["commit"] == "abc"
+    assert bench.Bench(BenchOptions(commit="abc"), print).report["environment"]["commit"] == "abc"
+    found = bench_servers.environment()["commit"]
+    assert found is None or len(found) == 40
+
+
+def test_timeout_and_commit_reach_the_run(tmp_path, model):
+    """A server that answers too late for ``--timeout`` ends the run with one line; a patient one is measured."""
+    out = tmp_path / "speed.json"
+    args = ["--suite", "gpu", "--cases", "decode, 1 ", "--prompt-tokens", 20, "--output-tokens", 8, "--rounds", 1]
+    args += ["--no-check", "--model", model, "--out", out, "--commit", "abc"]
+    for timeout, status in ((0.3, 2), (60, 0)):
+        with SocketServer(FakeVllm(delay=0.1)) as server:
+            names = f"stock={server.url},deterministic={server.url}"
+            result = invoke("--servers", names, *args, "--timeout", timeout)
+        assert result.exit_code == status, result.output
+        assert ("did not answer in time" in result.output) == bool(status)
+        if not status:
+            assert json.loads(out.read_text())["environment"]["commit"] == "abc"
+
+
+def test_the_check_before_measuring_has_the_same_timeout(monkeypatch):
+    seen = []
+    result = bench.VerificationResult(base_url="x", options={})
+    monkeypatch.setattr(bench, "run_verification", lambda options: seen.append(options.timeout) or result)
+    bench.check_servers({"stock": "http://localhost:1"}, print, 7.0)
+    assert seen == [7.0]
 
 
 # --- loads ------------------------------------------------------------------------------------------------
