@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--test-mode", choices=MODES, default="single")
     add("--model", default=None, help="served model name; the first one when left out")
     add("--rng-seed", type=int, default=0, help="seed of the test's own choices")
-    add("--timeout", type=float, default=600.0, help="seconds without an answer")
+    add("--timeout", type=float, default=600.0, help="seconds that one request may take")
     add("--json", type=Path, default=None, metavar="FILE", help="write the result as JSON")
     return result
 

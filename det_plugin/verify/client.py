@@ -81,7 +81,7 @@ class CompletionClient:
     Args:
         base_url: ``http://host:port``, with or without ``/v1``.
         model: served name; None takes the first that ``/v1/models`` lists.
-        timeout: seconds without an answer after which the server counts as gone.
+        timeout: seconds that one request may take, its whole answer included, before the server counts as gone.
         api_key: bearer token.
         transport: replaces the network, for tests.
 
@@ -160,15 +160,18 @@ class CompletionClient:
             async with asyncio.timeout(self._timeout):
                 response = await self._http.request(method, path, content=content, headers=headers)
         except TimeoutError:
-            raise ServerFailureError(
-                f"server at {self.base_url} did not answer in time; raise --timeout if it is only slow"
-            ) from None
+            raise self._late() from None
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)
             ) from error
         self._connected = True
         return response
+
+    def _late(self) -> ServerFailureError:
+        return ServerFailureError(
+            f"server at {self.base_url} did not answer in time; raise --timeout if it is only slow"
+        )
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         response = await self._send(method, path, body)
@@ -442,12 +445,16 @@ class CompletionClient:
         try:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"Content-Type": "application/json"}
-            async with self._http.stream("POST", COMPLETIONS, content=content, headers=headers) as response:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
-                    self._check(response, f"POST {COMPLETIONS}")
-                self._connected = True
-                yield read(response)
+            # the whole stream: comments that keep it alive don't put the end off
+            async with asyncio.timeout(self._timeout):
+                async with self._http.stream("POST", COMPLETIONS, content=content, headers=headers) as response:
+                    if response.status_code != httpx.codes.OK:
+                        await response.aread()
+                        self._check(response, f"POST {COMPLETIONS}")
+                    self._connected = True
+                    yield read(response)
+        except TimeoutError:
+            raise self._late() from None
         except httpx.RequestError as error:
             raise ServerFailureError(
                 describe_transport_error(self.base_url, error, connected=self._connected)

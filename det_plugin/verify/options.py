@@ -50,7 +50,7 @@ class VerifyOptions(BaseModel):
         long_prompt_tokens: the prompt that joins in mid-decode in ``mixed``; cut to the model's context.
         concurrency: most requests in flight at once in ``radix_cache`` and ``p_vs_d``.
         rng_seed: seed of the verification's own choices (prompts, positions, neighbours).
-        timeout: seconds without an answer after which the server counts as gone.
+        timeout: seconds that one request may take, its whole answer included, before the server counts as gone.
         api_key: sent as a bearer token.
     """
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -15,11 +19,12 @@ from typer.testing import CliRunner
 from det_plugin import test_deterministic as module
 from det_plugin.cli import app
 from det_plugin.errors import ConfigError
+from det_plugin.evidence.certificates import CertificateStore
 from det_plugin.evidence.records import Answer, RecordFile, RequestRecord, header_line, read_records
-from det_plugin.host.vllm import doctor
+from det_plugin.host.vllm import doctor, store
 from det_plugin.terminal import EXIT_INTERRUPTED, check_writable, guarded
 from det_plugin.verify.bench_client import BenchClient
-from det_plugin.verify.client import ServerFailureError
+from det_plugin.verify.client import CompletionClient, ServerFailureError
 from det_plugin.verify.options import VerifyOptions
 from det_plugin.verify.replay import ask_all, compare_records, save
 from det_plugin.verify.runner import run_verification
@@ -124,6 +129,27 @@ def test_certify_of_a_model_that_the_host_cannot_load(monkeypatch):
     monkeypatch.setattr(doctor, "certify_main", fail)
     assert_one_line(invoke("certify", "/nope"), "/nope could not be certified: no such model")
     assert_one_line(invoke("certify", ""), "MODEL")
+
+
+@pytest.mark.parametrize("below", ["", "certificates"])
+def test_doctor_of_a_certificate_folder_that_is_a_file(below, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    root = {"bad": tmp_path / "file" / below, "good": tmp_path / "new" / below}
+    for name, status in (("bad", 2), ("good", 0)):
+        monkeypatch.setattr(store, "certificate_store", lambda _, name=name: CertificateStore("digest", root[name]))
+        assert doctor.main([]) == status
+        captured = capsys.readouterr()
+        assert bool(captured.out) == (status == 0)
+        assert len(captured.err.splitlines()) == bool(status)
+        assert (f"{tmp_path / 'file'} is not a folder" in captured.err) == bool(status)
+    assert not (tmp_path / "new").exists()
+
+
+def test_doctor_of_a_certificate_folder_without_permission(tmp_path, monkeypatch):
+    doctor.check_folder(tmp_path / "digest")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="no permission to read"):
+        doctor.check_folder(tmp_path / "digest")
 
 
 # --- output -----------------------------------------------------------------------------------------------
@@ -347,6 +373,60 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up():
 
     with pytest.raises(ServerFailureError, match="did not answer in time"):
         ask(lambda request: httpx.Response(200, content=drip()), timeout=0.1)
+
+
+@contextmanager
+def dripping(piece: bytes, *, pause: float = 0.02):
+    """A server that answers everything with a stream of ``piece`` without an end; yields its address."""
+    stop = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            with suppress(OSError):
+                while not stop.wait(pause):
+                    self.wfile.write(piece)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        stop.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+EVENT = b"data: " + answer() + b"\n\n"
+
+
+@pytest.mark.parametrize("piece", [b": keep-alive\n\n", EVENT, b"x"], ids=["comments", "tokens", "no line"])
+@pytest.mark.parametrize("ask_for", ["complete", "timed"])
+def test_a_stream_without_an_end_is_given_up(piece, ask_for):
+    """Each piece comes well within the time limit, so that only the whole request's time can end it."""
+
+    async def run(url):
+        client_class = BenchClient if ask_for == "timed" else CompletionClient
+        async with client_class(url, model="m", timeout=0.5) as client:
+            if ask_for == "timed":
+                await client.timed(b"{}", tokens=1)
+            else:
+                await client.complete([1], max_tokens=1, stream=True)
+
+    with dripping(piece) as url:
+        began = time.monotonic()
+        with pytest.raises(ServerFailureError, match="did not answer in time") as caught:
+            asyncio.run(run(url))
+        assert 0.4 < time.monotonic() - began < 5
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("event", [b"{bad", b"5", b"null", b"[1]", b"[" * 200_000])

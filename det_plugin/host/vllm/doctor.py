@@ -7,9 +7,34 @@ import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from det_plugin.errors import DetPluginError, HostError
+from det_plugin.errors import ConfigError, DetPluginError, HostError
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a certificate folder in which no certificate could be kept or found.
+
+    Raises:
+        ConfigError: it, or what it would be made in, is no folder or can't be read.
+    """
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        usable = nearest.is_dir()
+        readable = usable and os.access(nearest, os.R_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"certificate folder: got {folder} ({error})") from None
+    if not usable:
+        raise ConfigError(
+            f"certificate folder: got {folder}, but {nearest} is not a folder; "
+            "remove it, or set DET_PLUGIN_CERTIFICATES to a folder"
+        )
+    if not readable:
+        raise ConfigError(
+            f"certificate folder: got {folder}, no permission to read {nearest}; "
+            "change it, or set DET_PLUGIN_CERTIFICATES to a folder of yours"
+        )
 
 
 def report() -> dict[str, Any]:
@@ -18,6 +43,7 @@ def report() -> dict[str, Any]:
     Raises:
         HostError: vLLM is not installed, or outside the supported range.
         UnsupportedError: the platform is not one that anything is certified on.
+        ConfigError: the certificate folder is none.
     """
     try:
         from det_plugin.host.vllm import guards, patching, store
@@ -35,6 +61,7 @@ def report() -> dict[str, Any]:
     patching.check_host_version()
     platform = guards.platform_name()
     certificates = store.certificate_store(platform)
+    check_folder(certificates.folder)
     hidden = os.environ.get("VLLM_PLUGINS")
     return {
         "host": f"vLLM {version} (supported: {patching.SUPPORTED})",
