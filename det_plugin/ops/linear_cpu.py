@@ -115,11 +115,13 @@ class InvariantLinear:
     run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] = field(repr=False)
     certificate: Certificate = field(repr=False)
     _padded: list[int] = field(init=False, repr=False)
+    _whole: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         certified = sorted(_rows_of(name) for name in self.certificate.accepted)
         if not certified:
             raise CertificateError(f"linear ({self.n}, {self.k}) {self.dtype}: no row count is certified")
+        self._whole = frozenset(certified)
         self._padded = [0] * (certified[-1] + 1)
         for rows in range(1, certified[-1] + 1):
             self._padded[rows] = next(c for c in certified if c >= rows)
@@ -130,6 +132,22 @@ class InvariantLinear:
         return self._padded[rows]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        shape = x.shape
+        if (
+            len(shape) == 2
+            and shape[0] in self._whole
+            and shape[1] == self.k
+            and x.dtype is self.dtype
+            and x.is_contiguous()
+            and not x.data_ptr() % CACHE_LINE
+        ):  # a decode step makes a hundred of these calls: every look at a tensor counts
+            out = x.new_empty((shape[0], self.n))
+            self.run(x, bias, out)
+            return out
+        return self._general(x, bias)
+
+    def _general(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Any number of dimensions, rows, strides and alignment."""
         if x.shape[-1] != self.k:
             raise ValueError(f"x: got last dimension {x.shape[-1]}, expected K = {self.k}")
         if x.dtype != self.dtype:

@@ -2,6 +2,8 @@
 
 Replaces (vLLM 0.32.0) ``model_executor.layers.utils.dispatch_cpu_unquantized_gemm``, which packs each layer's
 weight and binds ``layer.cpu_linear``.  Packed weights stay; what changes is at which row counts they run.
+``UnquantizedLinearMethod.apply`` goes to the bound product at once: its own way there costs eager code as much
+as a small norm.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 from det_plugin.config import DetConfig
 from det_plugin.hooks import hookimpl, plugin_manager
-from det_plugin.host.vllm.patching import replace, resolve
+from det_plugin.host.vllm.patching import replace, resolve, wrap
 from det_plugin.host.vllm.store import certificate_store
 from det_plugin.ops.linear_cpu import InvariantLinear, LinearKernel, prepare_linear, register_handle
 
@@ -23,6 +25,7 @@ logger = logging.getLogger("vllm.det_plugin")
 PRIMITIVE_CACHE = 128
 """Row counts whose vendor primitives are kept per weight shape."""
 
+METHOD = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 TARGET = "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"
 
 
@@ -63,10 +66,20 @@ class BoundLinear:
         self.handle = register_handle(linear)
         self.n = linear.n
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.det_plugin.cpu_linear(x, bias, self.handle, self.n)
         return self.linear(x, bias)
+
+
+def _straight(original: Any) -> Any:
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        linear = getattr(layer, "cpu_linear", None)
+        if type(linear) is BoundLinear:
+            return linear(x, None, bias)
+        return original(self, layer, x, bias)
+
+    return apply
 
 
 def install(config: DetConfig) -> None:
@@ -99,6 +112,7 @@ def install(config: DetConfig) -> None:
         if remove_weight:
             layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
 
+    wrap(f"{METHOD}.apply", _straight)
     dispatch_cpu_unquantized_gemm.__det_plugin__ = TARGET  # type: ignore[attr-defined]
     _, _, current = resolve(TARGET)
     if getattr(current, "__det_plugin__", None) != TARGET:
