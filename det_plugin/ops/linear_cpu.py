@@ -8,7 +8,7 @@ Schedules
     Vendor kernels choose code by the number of rows, and some of those choices change the order along K (on
     an AVX-512 machine one row goes through a matrix-vector kernel).  So a kernel may run at a *certified* row
     count only: one whose tiles gave the canonical bytes for every element of a block of random rows.  Other
-    row counts are padded with zero rows up to the next certified one; beyond the largest, rows run in chunks.
+    row counts are padded up to the next certified one; beyond the largest, rows run in chunks.
 Source
     The observation that vendor products are row-invariant at most row counts, and which not, is measured at
     start-up for each (N, K, dtype) and kept as a certificate; nothing is assumed from documentation.
@@ -160,8 +160,12 @@ class InvariantLinear:
             # padding copies the rows, so the copy is dense and aligned
             target = self._padded[rows]
             out = x.new_empty((target, self.n))
-            self.run(torch.nn.functional.pad(rows2d, (0, 0, 0, target - rows)), bias, out)
-            return out[:rows].view(*x.shape[:-1], self.n)
+            if rows == 1:  # the row again is cheaper to make than zeros, and as good: rows don't see each other
+                filled = torch.cat((rows2d,) * target)
+            else:
+                filled = torch.nn.functional.pad(rows2d, (0, 0, 0, target - rows))
+            self.run(filled, bias, out)
+            return out[:rows] if x.dim() == 2 else out[:rows].view(*x.shape[:-1], self.n)
         if not rows2d.is_contiguous():
             rows2d = rows2d.contiguous()
         elif rows2d.data_ptr() % CACHE_LINE:

@@ -6,12 +6,14 @@ Contract
 Why it needs care
     PyTorch's vectorised loops finish a stretch that is no multiple of the vector length with scalar code, whose
     exponential may differ in the last bit.  Where stretches end depends on the number of rows and on how threads
-    share them.  So every stretch is made a multiple of the vector length: rows are padded to one, and where
-    several threads would cut a tensor anywhere, it is handed over in pieces too small to be cut.
+    share them.  So every stretch is made a multiple of the vector length: rows are padded to one, and several
+    threads get a number of rows that they can share equally (PyTorch cuts a long tensor into as many equal stretches as
+    there are threads); what is left over is handed over in pieces too small to be cut.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -21,6 +23,10 @@ VECTOR = 128
 
 SERIAL = 32768
 """Elements that PyTorch leaves to a single thread (``at::internal::GRAIN_SIZE``)."""
+
+
+SHARED = os.environ.get("OMP_DYNAMIC", "false").strip().lower() not in ("true", "1")
+"""Whether every parallel loop gets all threads; with OMP_DYNAMIC the runtime may give it fewer."""
 
 
 def rowwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, parts: int = 1) -> torch.Tensor:
@@ -41,17 +47,21 @@ def rowwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, p
     if x.shape[-1] % parts:
         raise ValueError(f"x: got last dimension {x.shape[-1]}, expected a multiple of {parts}")
     width = x.shape[-1] // parts
-    if width % VECTOR == 0 and torch.get_num_threads() == 1:
+    threads = torch.get_num_threads()
+    if width % VECTOR == 0 and (threads == 1 or x.numel() <= SERIAL):
         return function(x)
     rows = x.reshape(-1, parts, width)
     padded = -(-width // VECTOR) * VECTOR
     if padded != width:
         rows = torch.nn.functional.pad(rows, (0, padded - width))
     rows = rows.reshape(-1, parts * padded)
-    if torch.get_num_threads() == 1:
+    count = len(rows)
+    if threads == 1:
         out = function(rows)
     else:
+        equal = count - count % threads if SHARED and count * padded >= threads * SERIAL else 0
         step = max(1, SERIAL // (parts * padded))
-        pieces = [function(rows[i : i + step]) for i in range(0, max(len(rows), 1), step)]
+        edges = [0, *([equal] if equal else []), *range(equal + step, count, step), count]
+        pieces = [function(rows[i:j]) for i, j in zip(edges[:-1], edges[1:], strict=True) if i < j or not count]
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out[..., :width].reshape(*x.shape[:-1], width)

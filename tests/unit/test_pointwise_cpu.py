@@ -33,7 +33,7 @@ def test_rows_keep_their_bits(dtype, width, function, parts):
 
 
 THREADS = """
-import sys, torch
+import torch
 from det_plugin.ops.pointwise_cpu import rowwise
 torch.set_num_threads({threads})
 F = torch.nn.functional
@@ -48,9 +48,10 @@ print(sum(not torch.equal(rowwise(silu_and_mul, x[:n], 2), whole[:n]) for n in r
 """
 
 
-def test_several_threads():
-    """Three threads cut a tensor in mid-row; plain PyTorch is the control."""
-    code = THREADS.format(threads=3)
+@pytest.mark.parametrize("threads", [3, 4, 7])
+def test_several_threads(threads):
+    """Threads cut a tensor in mid-row, or share whole rows; plain PyTorch is the control."""
+    code = THREADS.format(threads=threads)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours, plain = map(int, done.stdout.split())
     assert ours == 0

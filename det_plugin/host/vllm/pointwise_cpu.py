@@ -24,10 +24,6 @@ PLAIN = ("GELU", "GELUTanh", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredAct
 CERTIFIED = tuple(f"Det{name}" for name in (*GATED, *PLAIN))
 """Class names that the model audit accepts."""
 
-_KERNELS = {"SiluAndMul": "silu_and_mul"}
-"""The host's C++ kernels that take a row at a time; they pay where several threads share the rows."""
-
-KERNEL_STEP = 32
 _functions: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
 
@@ -45,19 +41,9 @@ _library.impl("cpu_activation", _activation, "CPU")
 torch.library.register_fake("det_plugin::cpu_activation", _activation_fake, lib=_library)
 
 
-def _bind(layer: Any, name: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _bind(layer: Any, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
     native = layer.forward_native
-    kernel = getattr(torch.ops._C, _KERNELS[name], None) if name in _KERNELS else None
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        width = x.shape[-1] // parts
-        if kernel is not None and torch.get_num_threads() > 1 and width % KERNEL_STEP == 0:
-            out = x.new_empty((*x.shape[:-1], width))
-            kernel(out, x.contiguous())
-            return out
-        return rowwise(native, x, parts)
-
-    return run
+    return lambda x: rowwise(native, x, parts)
 
 
 def _deterministic(base: type, name: str, parts: int) -> type:
@@ -66,7 +52,7 @@ def _deterministic(base: type, name: str, parts: int) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._det_run = _bind(self, name, parts)
+            self._det_run = _bind(self, parts)
             # layers of one class and setting share a function, so that compiled code of one layer serves all
             key = (name, repr(self))
             self._det_handle = _handles.setdefault(key, len(_functions))
