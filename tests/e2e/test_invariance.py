@@ -5,22 +5,9 @@ Every comparison that must hold for the deterministic engine is shown to fail on
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import compositions
+import engine_kit as kit
 import pytest
-
-
-def _load(name: str):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-compositions, kit = _load("compositions"), _load("engine_kit")
 
 POOL = 16
 SEED = 1

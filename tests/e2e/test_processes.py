@@ -5,25 +5,15 @@ The control, a stock engine of two ranks, is in ``test_tensor_parallel.py``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import compositions
+import engine_kit as kit
 import httpx
 import pytest
 
-
-def _load(name: str):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-compositions, kit = _load("compositions"), _load("engine_kit")
 ARGS = ["--tensor-parallel-size", "2", "--api-server-count", "2", "--max-num-batched-tokens", "64"]
 ARGS += ["--max-model-len", "2048"]
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]

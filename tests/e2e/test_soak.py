@@ -6,26 +6,15 @@ compositions, ``DET_PLUGIN_SOAK_COUNT=n`` another number of them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import sys
-from pathlib import Path
 
+import compositions
+import engine_kit as kit
 import pytest
 
 pytestmark = pytest.mark.soak
 
-
-def _load(name: str):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-compositions, kit = _load("compositions"), _load("engine_kit")
 
 COUNT = int(os.environ.get("DET_PLUGIN_SOAK_COUNT", "200"))
 POOL = 40

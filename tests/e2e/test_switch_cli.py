@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import engine_kit as kit
 import pytest
 
-_spec = importlib.util.spec_from_file_location("engine_kit", Path(__file__).with_name("engine_kit.py"))
-kit = sys.modules.setdefault("engine_kit", importlib.util.module_from_spec(_spec))
-if not hasattr(kit, "Probe"):
-    _spec.loader.exec_module(kit)
 FLAG = kit.FLAG
 DEFAULTS = {
     "enable": True,
@@ -64,7 +59,7 @@ def commands(model: str, folder: Path) -> dict[str, tuple[list[str], str | None]
         "headless": (["serve", model, "--headless"], None),
         "bench latency": (["bench", "latency", "--model", model], None),
         "bench throughput": (
-            ["bench", "throughput", "--model", model, "--input-len", "8", "--output-len", "8"],
+            ["bench", "throughput", "--model", model, "--input-len", "8", "--output-len", "8", "--num-prompts", "1"],
             None,
         ),
         "bench startup": (["bench", "startup", "--model", model, "--help"], None),

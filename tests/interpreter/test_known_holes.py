@@ -5,10 +5,7 @@ Run with TRITON_INTERPRET=1.  Each invariance test has a control: the same compa
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import attention_cases as cases
 import pytest
 import torch
 
@@ -25,15 +22,6 @@ if not INTERPRET:
     raise RuntimeError("run with TRITON_INTERPRET=1 (make interpreter)")
 
 
-def _load(name: str):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-cases = _load("attention_cases")
 SCALE = 1 / 96
 EPS = {torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 

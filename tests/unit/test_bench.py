@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fake_vllm import FakeVllm, SocketServer
 from typer.testing import CliRunner
 
 from det_plugin.cli import app
@@ -36,8 +37,6 @@ def load_file(name: str, path: Path):
     return module
 
 
-fake_vllm = load_file("fake_vllm_bench", Path(__file__).with_name("fake_vllm.py"))
-FakeVllm, SocketServer = fake_vllm.FakeVllm, fake_vllm.SocketServer
 merge_speed = load_file("merge_speed", ROOT / "benchmarks" / "merge_speed.py")
 model_shapes = load_file("model_shapes", ROOT / "benchmarks" / "model_shapes.py")
 tables = load_file("benchmark_tables", ROOT / "benchmarks" / "tables.py")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import compositions
+import engine_check
 import pytest
 
 from det_plugin import capabilities
@@ -94,17 +95,6 @@ def test_a_wrong_table_is_noticed(old, new, said):
     text = TABLE.read_text(encoding="utf-8")
     assert old in text
     assert any(said in fault for fault in faults(text.replace(old, new)))
-
-
-def _load(path: str):
-    name = Path(path).stem
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 # --- rows 4 and 6: compiled code ---------------------------------------------------------------------------------
@@ -223,27 +213,25 @@ def test_row_5_a_library_update_makes_certificates_invalid(monkeypatch, package)
 
 def test_rows_7_8_11_12_the_gpu_plan_crosses_every_schedule():
     """Eager and compiled, async scheduling on and off, several chunk sizes, a cache that preempts, and a control."""
-    check = _load("tests/gpu/engine_check.py")
-    ours = [engine.split(",") for engine in check.ENGINES["full"] if engine.startswith("det,")]
+    ours = [engine.split(",") for engine in engine_check.ENGINES["full"] if engine.startswith("det,")]
     assert {engine[2] for engine in ours} == {"eager", "compile"}
     assert {"async=0" in engine for engine in ours} == {True, False}
     assert len({engine[3] for engine in ours}) >= 3
     assert any("kvtokens" in option for engine in ours for option in engine)
-    assert any(engine.startswith("{control},") for engine in check.ENGINES["full"])
+    assert any(engine.startswith("{control},") for engine in engine_check.ENGINES["full"])
 
 
 def test_rows_7_8_engines_are_compared_with_each_other():
-    check = _load("tests/gpu/engine_check.py")
 
     def engine(name, token):
         return {"engine": name, "alone": [{"ids": [1, token], "lp": [["a"], ["b"]]}], "checks": {}}
 
     rows = [engine("det,B,eager,64,async=0", 2), engine("det,B,compile,512", 2), engine("stock,B,eager,64", 3)]
-    check.compare_engines(rows)
+    engine_check.compare_engines(rows)
     assert rows[1]["checks"]["another engine"]["mismatches"] == 0
     assert not rows[2]["checks"]
     rows[1] = engine("det,B,compile,512", 5)
-    check.compare_engines(rows)
+    engine_check.compare_engines(rows)
     assert rows[1]["checks"]["another engine"]["mismatches"] == 1
 
 
@@ -339,7 +327,6 @@ def test_row_22_logprob_token_ids_leave_the_neighbours_alone(host_sampler):
 @pytest.mark.parametrize("flushed", [True, False])
 def test_row_34_a_cache_that_was_not_emptied_ends_the_test(monkeypatch, flushed):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=dict))
-    compositions = _load("tests/e2e/compositions.py")
     idle = SimpleNamespace(has_unfinished_requests=lambda: False)
     llm = SimpleNamespace(llm_engine=idle, reset_prefix_cache=lambda: flushed)
     work = {"members": [], "cold": True}

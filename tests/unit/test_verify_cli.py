@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fake_vllm import FakeVllm, SocketServer
 from typer.testing import CliRunner
 
 from det_plugin import test_deterministic as module
 from det_plugin.cli import app
-
-_spec = importlib.util.spec_from_file_location("fake_vllm_cli", Path(__file__).with_name("fake_vllm.py"))
-fake_vllm = importlib.util.module_from_spec(_spec)
-sys.modules["fake_vllm_cli"] = fake_vllm
-_spec.loader.exec_module(fake_vllm)
-FakeVllm, SocketServer = fake_vllm.FakeVllm, fake_vllm.SocketServer
 
 SMALL = ["--batch-sizes", "1,3", "--n-trials", "1", "--max-new-tokens", "12", "--temperature", "0"]
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from fake_vllm import FakeVllm
 from hypothesis import given
 from hypothesis import strategies as st
 
 from det_plugin.verify import ALL_MODES, VerificationResult, VerifyOptions, run_verification
 from det_plugin.verify.modes import waves
-
-
-def _load(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-FakeVllm = _load("fake_vllm").FakeVllm
 
 SMALL = {
     "base_url": "http://fake",
