@@ -237,6 +237,10 @@ def counters(llm: Any) -> dict[str, float]:
     return {wanted[m.name]: m.value for m in llm.get_metrics() if m.name in wanted}
 
 
+_running: list[Any] = []
+"""Keeps the engine to the process's end: taking it apart would cost a second, and the process ends at once."""
+
+
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Start one engine as ``job["engine"]`` says, run ``job["compositions"]`` on it; answers and counters."""
     import os
@@ -249,8 +253,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     started = time.monotonic()
-    usual = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "disable_log_stats": False}
+    usual = {
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": BLOCK_SIZE,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": True,
+    }
     llm = LLM(**{**usual, **job["engine"]})
+    _running.append(llm)
     ready = time.monotonic()
     answers = [run_composition(llm, job["pool"], composition) for composition in job["compositions"]]
     return {

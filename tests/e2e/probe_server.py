@@ -10,6 +10,7 @@ unless the request says ``"stop": false``.  Started with ``--bare``, what vLLM d
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -19,8 +20,15 @@ import tempfile
 import traceback
 from pathlib import Path
 
-BARE = ("torch", "torch._dynamo", "transformers", "openai.types.chat", "fastapi", "pydantic", "uvicorn", "wrapt")
-FULL = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
+BARE = (
+    *("torch", "torch._dynamo", "torch._inductor.lowering", "torch._inductor.select_algorithm"),
+    *("transformers", "transformers.models", "transformers.processing_utils", "transformers.generation"),
+    *("accelerate", "cv2", "fastapi", "openai.types.chat", "pydantic", "uvicorn", "wrapt", "xgrammar"),
+)
+FULL = (
+    *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.llm"),
+    *("vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"),
+)
 
 
 def config_of(vllm_config, engine_args) -> dict:
@@ -95,6 +103,8 @@ def main() -> None:
     os.dup2(2, 1)  # what imports print must not mix with answers
     for name in BARE if "--bare" in sys.argv else (*BARE, *FULL):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child that collects would visit, and so copy, all that was imported
     for line in sys.stdin:
         files = []
         for _ in range(3):

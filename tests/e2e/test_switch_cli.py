@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import engine_kit as kit
@@ -238,6 +240,33 @@ def test_a_copy_of_engine_arguments_keeps_the_switch(bare, model_path):
         "result = [a.additional_config['det_plugin'] for a in again]\n"
     )
     assert bare.code(code, stop=False).get("result") == [DEFAULTS, DEFAULTS]
+
+
+def fresh(*argv: str) -> subprocess.CompletedProcess[str]:
+    """``python ARGV`` in an interpreter of its own, that nothing was imported into."""
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=kit.environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_fresh_interpreter_gives_the_same_configuration(bare, model_path):
+    """The check of the probe: what its forked children find, a program of its own finds."""
+    code = f"{ENTRANCES['LLM']}\n{PRINT_CONFIG}\nmake(model={str(model_path)!r}, enable_deterministic_inference=True)\n"
+    ends = "\nimport atexit, json\natexit.register(lambda: print('RESULT', json.dumps(result)))\n"
+    done = fresh("-c", f"result = None{ends}{code}")
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-4000:]
+    found = json.loads(lines[-1])
+    assert found == bare.code(code, stop=False).get("result")
+    assert found["additional_config"]["det_plugin"] == DEFAULTS
+
+
+def test_a_fresh_interpreter_refuses_in_the_same_words(probe, model_path):
+    argv = ("serve", str(model_path), FLAG, "--enable-lora")
+    done = fresh("-m", "vllm.entrypoints.cli.main", *argv)
+    expected = probe.cli(*argv)
+    assert done.returncode == expected["rc"] != 0, done.stderr[-4000:]
+    assert done.stderr.splitlines()[-1] == expected.last_line
+    assert "--enable-lora" in expected.last_line
 
 
 def test_installing_twice_changes_nothing(bare):
