@@ -2,92 +2,76 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import random
 
+import compositions
+import engine_check
+import engine_kit as kit
 import pytest
 
-HERE = Path(__file__).parent
-LENGTHS = (3, 700, 1200, 1500)
-CHILD = """
-import json, random, sys
-from vllm import LLM, SamplingParams
-
-LENGTHS = json.loads(sys.argv[3])
+LENGTHS = (3, 700, 1200, 1350, 1500, 1800)
+NEIGHBOURS = (1, 30, 900)
+BATCHES, OTHERS = 3, 9
+TWO_RANKS = {"tensor_parallel_size": 2, "max_model_len": 2048, "max_num_batched_tokens": 2048, "enforce_eager": True}
 
 
-def answer(output):
-    choice = output.outputs[0]
-    return [list(choice.token_ids), [[(t, v.logprob.hex()) for t, v in s.items()] for s in choice.logprobs]]
+def greedy(rng: random.Random, length: int) -> dict:
+    params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
+    return {"prompt": [rng.randrange(100, 4000) for _ in range(length)], "params": params}
 
 
-if __name__ == "__main__":
-    on = {"enable_deterministic_inference": True} if sys.argv[1] == "on" else {}
-    llm = LLM(sys.argv[2], max_model_len=2048, enforce_eager=True, skip_tokenizer_init=True,
-              tensor_parallel_size=2, **on)
-    rng = random.Random(0)
-    draw = lambda n: [rng.randrange(100, 4000) for _ in range(n)]
-    watched = [draw(n) for n in LENGTHS]
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
-    ask = lambda prompts: llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
-    alone = [answer(ask([p])[0]) for p in watched]
-    llm.reset_prefix_cache()
-    different = compared = 0
-    for _ in range(3):
-        batch = watched + [draw(rng.choice((1, 30, 900))) for _ in range(9)]
-        rng.shuffle(batch)
-        for prompt, output in zip(batch, ask(batch)):
-            if prompt in watched:
-                compared += 1
-                different += answer(output) != alone[watched.index(prompt)]
-    print("RESULT", json.dumps({"compared": compared, "different": different,
-                                "distinct": [len(set(a[0])) for a in alone]}), flush=True)
-"""
+def together(rng: random.Random, size: int) -> dict:
+    """All watched requests and as many others, in random order."""
+    members = [*range(len(LENGTHS)), *rng.sample(range(len(LENGTHS), size), OTHERS)]
+    rng.shuffle(members)
+    return {"members": [{"request": m, "arrival": 0, "abort": None} for m in members], "cold": False}
+
+
+RNG = random.Random(0)
+POOL = [greedy(RNG, n) for n in (*LENGTHS, *(RNG.choice(NEIGHBOURS) for _ in range(BATCHES * OTHERS)))]
+ALONE = [compositions.alone(i) for i in range(len(LENGTHS))]
+WORK = [{**together(RNG, len(POOL)), "cold": batch == 0} for batch in range(BATCHES)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose heads divide by two (the real one has nine)."""
-    spec = importlib.util.spec_from_file_location("engine_check", HERE.parent / "gpu" / "engine_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
-    check.MODELS["llama-small"] = ("LlamaForCausalLM", 512, 1024, 4, 8, 2, 64, 8192)
-    return check.write_model("llama-small", tmp_path_factory.mktemp("model"))
+def run(tmp_path_factory):
+    """Answers of the watched requests alone, and those in batches that differ, of an engine of a random model whose
+    heads divide by two (the real one has nine)."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engine_check.MODELS, "llama-small", ("LlamaForCausalLM", 512, 1024, 4, 8, 2, 64, 8192))
+        model = engine_check.write_model("llama-small", tmp_path_factory.mktemp("models"))
+    probe = kit.Probe(tmp_path_factory.mktemp("probe"))
+
+    def run(*, on: bool):
+        engine = {"model": str(model), "enable_deterministic_inference": on, **TWO_RANKS}
+        job = {"engine": engine, "pool": POOL, "compositions": ALONE + WORK}
+        answers = probe.serve(job, tmp_path_factory.mktemp("job"), VLLM_CPU_OMP_THREADS_BIND="0|1")["answers"]
+        alone = [found[0] for found in answers[: len(ALONE)]]
+        watched = [
+            (member["request"], answer)
+            for composition, found in zip(WORK, answers[len(ALONE) :], strict=True)
+            for member, answer in zip(composition["members"], found, strict=True)
+            if member["request"] < len(LENGTHS)
+        ]
+        assert len(watched) == BATCHES * len(LENGTHS)
+        return alone, [kit.where(alone[request], answer) for request, answer in watched if answer != alone[request]]
+
+    yield run
+    probe.close()
 
 
-def run(model: Path, folder: Path, switch: str) -> dict:
-    script = folder / "child.py"
-    script.write_text(CHILD)
-    done = subprocess.run(
-        [sys.executable, str(script), switch, str(model), json.dumps(LENGTHS)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=folder,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert found, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(found[-1].removeprefix("RESULT "))
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-def test_two_ranks(model, tmp_path):
+def test_two_ranks(run):
     """Batches of mixed lengths give every watched request its own answer, bit for bit."""
-    found = run(model, tmp_path, "on")
-    assert min(found["distinct"]) >= 8
-    assert found["compared"] == 12
-    assert found["different"] == 0
+    alone, different = run(on=True)
+    assert min(len(set(answer[1][1])) for answer in alone) >= 8
+    assert not different
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-def test_two_ranks_control(model, tmp_path):
+def test_two_ranks_control(run):
     """The stock engine fails the same comparison."""
-    assert run(model, tmp_path, "off")["different"] > 0
+    _, different = run(on=False)
+    print(f"control: {len(different)} of {BATCHES * len(LENGTHS)} answers differ")
+    assert different, "the stock engine gave equal answers: this test cannot fail"
