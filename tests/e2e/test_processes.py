@@ -36,7 +36,7 @@ def bodies(tiny_model):
     return [
         {
             "prompt": request["prompt"],
-            "max_tokens": 16,
+            "max_tokens": 8,
             "logprobs": 2,
             **{k: v for k, v in request["params"].items() if k in keep},
         }
@@ -69,9 +69,8 @@ def alone(make_server, tiny_model, bodies):
 def test_two_ranks_and_two_api_servers(alone, bodies):
     server, answers = alone
     assert len(set(answers)) == len(answers)
-    for parallel in (16, 5):
-        assert ask_all(server, bodies, parallel) == answers
-    assert ask_all(server, bodies[::-1], 9) == answers[::-1]
+    assert ask_all(server, bodies, 16) == answers
+    assert ask_all(server, bodies[::-1], 5) == answers[::-1]
 
 
 def test_every_process_is_deterministic(alone):
