@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engine_kit import Probe
 
 from det_plugin.verify.demo import SERVER_ARGS, SERVER_ENV
 from det_plugin.verify.model import NAME, smollm2
@@ -100,6 +101,22 @@ def det_server(make_server: Callable[..., VllmServer]) -> Iterator[VllmServer]:
     """The same with ``--enable-deterministic-inference``."""
     with make_server(deterministic=True, extra_args=MANY) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """A process that has imported vLLM and forks a child for each command line, program or engine."""
+    found = Probe(tmp_path_factory.mktemp("probe"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """The same, without vLLM and without the plugin: its children import them themselves."""
+    found = Probe(tmp_path_factory.mktemp("bare"), bare=True)
+    yield found
+    found.close()
 
 
 @pytest.hookimpl(hookwrapper=True)

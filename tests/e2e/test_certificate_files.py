@@ -14,13 +14,6 @@ ON = {"enable_deterministic_inference": True, "enforce_eager": True, "max_num_ba
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    found = kit.Probe(tmp_path_factory.mktemp("probe"))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def tiny_model(model_path, tmp_path_factory):
     return kit.make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", model_path)
 

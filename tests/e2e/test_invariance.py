@@ -36,10 +36,8 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory, model_path):
-    probe = kit.Probe(tmp_path_factory.mktemp("probe"))
-    yield Engines(probe, model_path, tmp_path_factory.mktemp("jobs"))
-    probe.close()
+def engines(probe, tmp_path_factory, model_path):
+    return Engines(probe, model_path, tmp_path_factory.mktemp("jobs"))
 
 
 BATCHES = compositions.batches(SEED, POOL, (1, 2, 5, 13, 24))
@@ -140,12 +138,8 @@ def test_compiled_equals_eager(engines, det):
     assert_same(work, found["answers"], first(det))
 
 
-def test_switched_off_equals_not_installed(engines, stock, tmp_path):
+def test_switched_off_equals_not_installed(engines, stock, bare):
     """An engine without the switch answers as in a process where the plugin cannot be found."""
-    bare = kit.Probe(tmp_path, bare=True)
-    try:
-        hidden = engines.run(engines.alone, EAGER, CHUNK, NO_CACHE, probe=bare, hide_plugin=True)
-    finally:
-        bare.close()
+    hidden = engines.run(engines.alone, EAGER, CHUNK, NO_CACHE, probe=bare, hide_plugin=True)
     assert not hidden["plugin_loaded"]
     assert [found[0] for found in hidden["answers"]] == first(stock)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import engine_kit as kit
 import pytest
 
 ALLOWED = {
@@ -84,25 +83,22 @@ result = {{
 
 
 @pytest.fixture(scope="module")
-def snapshots(tmp_path_factory, model_path):
-    probe = kit.Probe(tmp_path_factory.mktemp("bare"), bare=True)
-
+def snapshots(bare, model_path):
     def take(hide=False, more=""):
         code = SNAPSHOT.format(
             here=str(Path(__file__).parent), model=str(model_path), hide=hide, more=more, worker=True
         )
-        answer = probe.code(code, stop=False)
+        answer = bare.code(code, stop=False)
         assert answer.get("result") is not None, answer.text()
         return answer["result"]
 
-    yield {
+    return {
         "hidden": take(hide=True),
         "absent": take(),
         "false": take(more=', "--no-enable-deterministic-inference"'),
         "section": take(more=""", "--additional-config", '{"det_plugin": false}'"""),
         "on": take(more=', "--enable-deterministic-inference"'),
     }
-    probe.close()
 
 
 def changed(a, b):

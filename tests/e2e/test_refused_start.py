@@ -10,13 +10,6 @@ import pytest
 FLAG = kit.FLAG
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    found = kit.Probe(tmp_path_factory.mktemp("probe"))
-    yield found
-    found.close()
-
-
 def assert_refused(answer, *expected):
     """One line beginning with ``error:``, no stack trace, nothing loaded."""
     assert answer["config"] is None, f"accepted: {answer['config']}"

@@ -60,10 +60,8 @@ def soak_seed(pytestconfig):
 
 
 @pytest.fixture(scope="module")
-def soak(soak_seed, tmp_path_factory, model_path):
-    probe = kit.Probe(tmp_path_factory.mktemp("probe"))
-    yield Soak(soak_seed, probe, model_path, tmp_path_factory.mktemp("jobs"))
-    probe.close()
+def soak(soak_seed, probe, tmp_path_factory, model_path):
+    return Soak(soak_seed, probe, model_path, tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.mark.timeout(1200)

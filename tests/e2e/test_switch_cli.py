@@ -20,20 +20,6 @@ DEFAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    found = kit.Probe(tmp_path_factory.mktemp("probe"))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    found = kit.Probe(tmp_path_factory.mktemp("bare"), bare=True)
-    yield found
-    found.close()
-
-
 def assert_on(answer, **settings):
     assert answer["config"] is not None, answer.text()
     section = answer["config"]["additional_config"]["det_plugin"]

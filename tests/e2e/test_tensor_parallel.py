@@ -35,7 +35,7 @@ WORK = [{**together(RNG, len(POOL)), "cold": batch == 0} for batch in range(BATC
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(probe, tmp_path_factory):
     """Answers of the watched requests alone, and those in batches that differ, of an engine of a random model whose
     heads divide by two (the real one has nine)."""
     if (os.cpu_count() or 1) < 2:
@@ -43,7 +43,6 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engine_check.MODELS, "llama-small", ("LlamaForCausalLM", 512, 1024, 4, 8, 2, 64, 8192))
         model = engine_check.write_model("llama-small", tmp_path_factory.mktemp("models"))
-    probe = kit.Probe(tmp_path_factory.mktemp("probe"))
 
     def run(*, on: bool):
         engine = {"model": str(model), "enable_deterministic_inference": on, **TWO_RANKS}
@@ -59,8 +58,7 @@ def run(tmp_path_factory):
         assert len(watched) == BATCHES * len(LENGTHS)
         return alone, [kit.where(alone[request], answer) for request, answer in watched if answer != alone[request]]
 
-    yield run
-    probe.close()
+    return run
 
 
 def test_two_ranks(run):
