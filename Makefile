@@ -38,7 +38,7 @@ interpreter: setup-dev ## tests/interpreter: the Triton kernels on the CPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n 2
 
 e2e: setup-dev ## tests/e2e: real model, real servers
-	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "not soak" -n 2 --dist loadgroup
+	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest tests/e2e -m "not soak" -n 2
 
 soak: setup-dev ## 200 random batch compositions; SEED=n repeats one
 	$(BIN)/python -m pytest tests/e2e -m soak $(if $(SEED),--hypothesis-seed=$(SEED))

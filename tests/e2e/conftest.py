@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_kit import Probe
@@ -26,18 +27,36 @@ TEST_TIMEOUT = 900
 SHARED_SERVERS = ("test_known_holes", "test_restart", "test_sampling_http", "test_sampling_modes")
 """Files that use the session's two servers: one process runs them, so that the servers exist once."""
 
+LONGEST = (*SHARED_SERVERS, "test_invariance")
+"""Files that start first."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything below this folder ``e2e``, give it a time limit, and keep each file in one process (xdist)."""
+    """Mark everything below this folder ``e2e`` and give it a time limit; the longest files first."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            group = "servers" if item.path.stem in SHARED_SERVERS else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
             if item.get_closest_marker("timeout") is None and item.get_closest_marker("soak") is None:
                 item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
-    items.sort(key=lambda item: item.path.stem not in SHARED_SERVERS)  # the longest group first
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: each file in one process, and all that share the servers in the same one.
+
+    (``--dist loadgroup`` of pytest-xdist 3.8 does nothing under pytest 9.2, and says nothing either.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            stem = Path(nodeid.partition("::")[0]).stem
+            return "servers" if stem in SHARED_SERVERS else stem
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")
