@@ -242,7 +242,10 @@ _running: list[Any] = []
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """Start one engine as ``job["engine"]`` says, run ``job["compositions"]`` on it; answers and counters."""
+    """Start one engine as ``job["engine"]`` says, run ``job["compositions"]`` on it; answers and counters.
+
+    ``job["threads"]`` is how many threads it computes with, when that matters.
+    """
     import os
     import sys
     import time
@@ -250,8 +253,11 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if job.get("hide_plugin"):
         hide_plugin()
+    import torch
     from vllm import LLM
 
+    if "threads" in job:
+        torch.set_num_threads(job["threads"])
     started = time.monotonic()
     usual = {
         "max_model_len": MAX_MODEL_LEN,
@@ -267,6 +273,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         "answers": answers,
         **counters(llm),
         "plugin_loaded": any(name.partition(".")[0] == "det_plugin" for name in sys.modules),
+        "threads": torch.get_num_threads(),
         "compilation": llm.llm_engine.vllm_config.compilation_config.mode.name,
         "start_seconds": ready - started,
         "run_seconds": time.monotonic() - ready,

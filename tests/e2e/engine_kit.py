@@ -23,8 +23,14 @@ SWITCHES = ("DET_PLUGIN_ENABLE", "VLLM_BATCH_INVARIANT", "DET_PLUGIN_REFUSAL_FIL
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment without any switch of the plugin."""
+    """This process's environment without any switch of the plugin, and with its share of the cores.
+
+    Threads of several engines on the same cores would wait for each other at the end of every operation.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+        share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        inherited.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
     return {**inherited, **ENVIRONMENT, **extra}
 
 

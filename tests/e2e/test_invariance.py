@@ -85,6 +85,14 @@ def test_batches_control(engines, stock):
     assert_differs(BATCHES, stock[POOL:], first(stock))
 
 
+def test_batches_on_two_threads(engines):
+    """A few requests; with several threads, other element-wise code runs (``ops/pointwise_cpu.py``)."""
+    alone, batch = engines.alone[:6], compositions.batches(SEED, 6, (13,))
+    found = engines.run(alone + batch, EAGER, ON, CHUNK, NO_CACHE, threads=2)
+    assert found["threads"] == 2
+    assert_same(batch, found["answers"][6:], [answer[0] for answer in found["answers"][:6]], at_least=13)
+
+
 MIXED = [compositions.make_composition(SEED, i, POOL) for i in range(8)]
 CHUNKS = [compositions.make_composition(SEED, 100 + i, POOL, most=6) for i in range(2)]
 
