@@ -109,7 +109,7 @@ def test_preemption_prefix_hits_and_aborts(engines, det):
 
 def test_preemption_control(engines, stock):
     settings = (EAGER, {"max_num_batched_tokens": 100, "max_num_seqs": 24}, compositions.SMALL)
-    assert_differs(MIXED, engines.run(MIXED, *settings)["answers"], first(stock))
+    assert_differs(MIXED[:3], engines.run(MIXED[:3], *settings)["answers"], first(stock))
 
 
 def test_chunks_of_16(engines, det):
@@ -118,7 +118,8 @@ def test_chunks_of_16(engines, det):
 
 
 def test_chunks_control(engines, stock):
-    assert_differs(engines.alone, engines.run(engines.alone, EAGER, TINY_CHUNK)["answers"], first(stock))
+    work = engines.alone[:8]
+    assert_differs(work, engines.run(work, EAGER, TINY_CHUNK)["answers"], first(stock))
 
 
 def warm(work):
@@ -134,7 +135,7 @@ def test_prefix_cache_hit(engines, det):
 
 
 def test_prefix_cache_control(engines, stock):
-    work = warm(engines.alone) * 2
+    work = warm(engines.alone[:8]) * 2
     assert_differs(work, engines.run(work, EAGER, CHUNK)["answers"], first(stock))
 
 
