@@ -48,6 +48,7 @@ class Bench:
         self.model = options.model or ""
         self.cut = False
         self.idle: dict[str, Any] = {"checks": 0, "unknown": []}
+        self.latest: dict[str, dict[str, list[Any]]] = {}
         self.clients: dict[str, BenchClient] = {}
         self.report: dict[str, Any] = {
             "environment": environment(options.commit),
@@ -59,6 +60,7 @@ class Bench:
             "servers": {},
             "failed": {},
             "idle": self.idle,
+            "last_to_end": self.latest,
         }
 
     def save(self) -> None:
@@ -206,8 +208,11 @@ class Bench:
                     await self.check_idle(other, clients[other])
             await wake(clients[name], prompts[name], random.Random(f"{number}/{case.name}/wake"))
             rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
+            clients[name].latest = ()
             values = await measure(clients[name], prompts[name], case, rng, rate=self.rate or 0.0)
             if keep:
+                if clients[name].latest:
+                    self.latest.setdefault(name, {}).setdefault(case.name, []).append(clients[name].latest)
                 for row, value in values.items():
                     self.samples[name][row].append(value)
 

@@ -37,9 +37,12 @@ class BenchClient(CompletionClient):
 
     Attributes:
         pieces: timed answers of more than one token so far, and those of them that came in one piece.
+        latest: of the last pass of timed answers, the three that ended last: seconds from the pass's start to the
+            sending, the first and the last token.  One straggler decides a pass's rate and no percentile shows it.
     """
 
     pieces: tuple[int, int] = (0, 0)
+    latest: Sequence[tuple[float, float, float]] = ()
 
     def _greedy(self, prompt: Sequence[int], max_tokens: int, salt: str) -> dict[str, object]:
         """The body of a request for exactly ``max_tokens`` tokens that shares no cache with another salt's."""

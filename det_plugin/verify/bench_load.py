@@ -233,6 +233,10 @@ async def measure(
     started = time.perf_counter()
     timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - started
+    ended = sorted(timings, key=lambda t: t.last)[-3:]
+    client.latest = [
+        (round(t.sent - started, 4), round(t.first - started, 4), round(t.last - started, 4)) for t in ended
+    ]
     tokens = case.concurrent * (case.prompt_tokens if case.load == "prefill" else case.new_tokens)
     row: Values = {case.name: tokens / seconds}
     return row if case.load == "prefill" else row | latencies(case.name, timings)
