@@ -30,7 +30,9 @@ spec.loader.exec_module(tables)
 def run_pytest(*args: object, **environment: str):
     command = [sys.executable, "-m", "pytest", str(ROOT / "benchmarks" / "test_kernels.py"), "-p", "no:cacheprovider"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "unit"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, **environment}
+    # a run of its own: a worker's name of pytest-xdist would switch pytest-benchmark off
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    env = {**outer, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, **environment}
     return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
 
 
