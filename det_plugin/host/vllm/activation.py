@@ -14,7 +14,7 @@ from det_plugin.host.vllm.patching import check_host_version
 logger = logging.getLogger("vllm.det_plugin")
 
 WORKER_MODULES = {
-    "cpu": ("linear_cpu", "norm_cpu", "pointwise_cpu", "attention_cpu", "collectives_cpu", "sampler_v1"),
+    "cpu": ("memory_cpu", "linear_cpu", "norm_cpu", "pointwise_cpu", "attention_cpu", "collectives_cpu", "sampler_v1"),
     "cuda": ("linear_cuda", "norm_cuda", "qk_norm_cuda", "attention_cuda", "sampler_v2"),
 }
 """Modules of this package whose ``install(config)`` makes a worker deterministic, in order."""
