@@ -256,6 +256,9 @@ def test_beam_search_draws_no_noise(client, model):
         ({"vllm_xargs": {"sampling_seed": "x"}}, "sampling_seed"),
         ({"vllm_xargs": {"sampling_seed": 2.5}}, "sampling_seed"),
         ({"vllm_xargs": {"noise_scope": "x"}}, "noise_scope"),
+        ({"noise_scope": "x"}, "noise_scope"),
+        ({"noise_scope": "seed", "vllm_xargs": {"noise_scope": "prompt"}}, "noise_scope"),
+        ({"allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 3}, "min_tokens"),
         ({"vllm_xargs": {"sampling_sed": 1}}, "sampling_sed"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -284,6 +287,22 @@ def test_nan(client, model, field):
         assert reply.status_code == 400, reply.text
         assert field in reply.text
     assert ask(client, model, max_tokens=1)
+
+
+def test_bias_that_is_no_number(client, model):
+    for value in ("NaN", "Infinity"):
+        body = (
+            json.dumps({"model": model, "prompt": "a", "max_tokens": 1})[:-1] + f', "logit_bias": {{"100": {value}}}}}'
+        )
+        reply = client.post("/completions", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, reply.text
+        assert "logit_bias" in reply.text
+
+
+def test_noise_scope_in_the_body_is_that_of_the_extra_arguments(client, model):
+    outer = ask(client, model, noise_scope="prompt")
+    assert outer == ask(client, model, vllm_xargs={"noise_scope": "prompt"})
+    assert outer != ask(client, model, noise_scope="seed")
 
 
 @pytest.mark.parametrize("stream", [False, True])

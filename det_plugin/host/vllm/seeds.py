@@ -12,11 +12,12 @@ Read in vLLM 0.32.0.  Replaces or wraps:
 
 A request's seed is ``seed`` (OpenAI field, ``SamplingParams.seed``) or ``sampling_seed`` (``vllm_xargs``,
 ``SamplingParams.extra_args``, or a field of the HTTP body), else the configured default.
-``noise_scope`` ("seed" or "prompt") in the extra arguments overrides the configured scope for one request.
+``noise_scope`` ("seed" or "prompt"), in the same places, overrides the configured scope for one request.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from det_plugin.config import DetConfig
@@ -88,12 +89,31 @@ def check_params(params: Any) -> None:
     """
     explicit_seed(params.seed, params.extra_args)
     check_extra_args(params.extra_args or {})
+    _check_bias(params.logit_bias)
+    _check_some_token_is_left(params)
     if params.min_p > 0 and params.top_k > 0:
         raise _refuse(
             f"min_p: got {params.min_p} together with top_k {params.top_k}, accepts one of the two; "
             "set min_p to 0 or top_k to 0 (top_k may come from the model's generation config)",
             "min_p",
             params.min_p,
+        )
+
+
+def _check_bias(bias: Any) -> None:
+    for token, value in (bias or {}).items():
+        if not math.isfinite(value):
+            raise _refuse(f"logit_bias: got {value} for token {token}, accepts finite numbers", "logit_bias", value)
+
+
+def _check_some_token_is_left(params: Any) -> None:
+    allowed = params.allowed_token_ids
+    if allowed and params.min_tokens > 0 and set(allowed) <= params.all_stop_token_ids:
+        raise _refuse(
+            f"min_tokens: got {params.min_tokens} with allowed_token_ids that all end the answer, so no token is left; "
+            "accepts 0, or further allowed_token_ids",
+            "min_tokens",
+            params.min_tokens,
         )
 
 
@@ -170,6 +190,7 @@ def _process_inputs(original: Any) -> Any:
             return original(self, request_id, prompt, params, *args, **kwargs)
         check_params(params)
         request = original(self, request_id, prompt, params, *args, **kwargs)
+        _check_some_token_is_left(request.sampling_params)  # now that the model's own end of text is among the stops
         resolve(request.sampling_params, request.prompt_token_ids, request_id, config)
         return request
 
@@ -192,7 +213,7 @@ def _child_params(original: Any) -> Any:
 
 
 def _check_body(request: Any) -> None:
-    """Checks on what the host would read otherwise or ignore; a ``sampling_seed`` of the body joins the extra ones."""
+    """Checks on what the host would read otherwise or ignore; the body's seed and scope join the extra arguments."""
     if getattr(request, "seed", None) is not None:  # the host reads -1 as "no seed"
         _checked_seed(request.seed, "seed")
     extra = getattr(request, "model_extra", None) or {}
@@ -204,14 +225,19 @@ def _check_body(request: Any) -> None:
             "best_of",
             best_of,
         )
-    if extra.get("sampling_seed") is not None:
-        given = _checked_seed(extra["sampling_seed"], "sampling_seed")
+    _check_bias(getattr(request, "logit_bias", None))  # the host clamps it, NaN to its least value
+    for name in ("sampling_seed", "noise_scope"):
+        given = extra.get(name)
+        if given is None:
+            continue
+        if name == "sampling_seed":
+            given = _checked_seed(given, name)
         xargs = dict(request.vllm_xargs or {})
-        if xargs.setdefault("sampling_seed", given) != given:
+        if xargs.setdefault(name, given) != given:
             raise _refuse(
-                f"sampling_seed: got {given} in the body and {xargs['sampling_seed']!r} in vllm_xargs, "
+                f"{name}: got {given!r} in the body and {xargs[name]!r} in vllm_xargs, "
                 "accepts one of them, or equal values",
-                "sampling_seed",
+                name,
                 given,
             )
         request.vllm_xargs = xargs
