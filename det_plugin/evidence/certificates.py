@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from det_plugin.errors import CertificateError
+from det_plugin.errors import CertificateError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +151,16 @@ class CertificateStore:
         digest: the fingerprint's digest.
         root: folder of all fingerprints; :func:`default_store_path` when None.
         facts: the fingerprint itself, written once beside the certificates for people to read.
+
+    Raises:
+        ConfigError: no certificate could be kept or found in the folder.
     """
 
     def __init__(self, digest: str, root: Path | None = None, facts: dict[str, Any] | None = None) -> None:
         self.digest = digest
         self.folder = (default_store_path() if root is None else Path(root)) / digest
         self._facts = facts
+        _check_folder(self.folder)
 
     def path(self, operator: str, key: str) -> Path:
         """File of one certificate."""
@@ -211,6 +215,26 @@ class CertificateStore:
         logger.warning("certificate %s is %s: it will be rebuilt", path, why)
         path.unlink(missing_ok=True)
         return None
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder when it, or what it would be made in, is none or can't be read."""
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        usable = nearest.is_dir()
+        readable = usable and os.access(nearest, os.R_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"certificate folder: got {folder} ({error})") from None
+    if not usable:
+        raise ConfigError(
+            f"certificate folder: got {folder}, but {nearest} is not a folder; "
+            "remove it, or set DET_PLUGIN_CERTIFICATES to a folder"
+        )
+    if not readable:
+        raise ConfigError(
+            f"certificate folder: got {folder}, no permission to read {nearest}; "
+            "change it, or set DET_PLUGIN_CERTIFICATES to a folder of yours"
+        )
 
 
 def _fields(certificate: Certificate) -> dict[str, Any]:

@@ -146,10 +146,10 @@ def test_doctor_of_a_certificate_folder_that_is_a_file(below, tmp_path, monkeypa
 
 
 def test_doctor_of_a_certificate_folder_without_permission(tmp_path, monkeypatch):
-    doctor.check_folder(tmp_path / "digest")
+    CertificateStore("digest", tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="no permission to read"):
-        doctor.check_folder(tmp_path / "digest")
+        CertificateStore("digest", tmp_path)
 
 
 # --- output -----------------------------------------------------------------------------------------------

@@ -7,34 +7,9 @@ import json
 import os
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from det_plugin.errors import ConfigError, DetPluginError, HostError
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a certificate folder in which no certificate could be kept or found.
-
-    Raises:
-        ConfigError: it, or what it would be made in, is no folder or can't be read.
-    """
-    try:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        usable = nearest.is_dir()
-        readable = usable and os.access(nearest, os.R_OK | os.X_OK)
-    except OSError as error:
-        raise ConfigError(f"certificate folder: got {folder} ({error})") from None
-    if not usable:
-        raise ConfigError(
-            f"certificate folder: got {folder}, but {nearest} is not a folder; "
-            "remove it, or set DET_PLUGIN_CERTIFICATES to a folder"
-        )
-    if not readable:
-        raise ConfigError(
-            f"certificate folder: got {folder}, no permission to read {nearest}; "
-            "change it, or set DET_PLUGIN_CERTIFICATES to a folder of yours"
-        )
+from det_plugin.errors import DetPluginError, HostError
 
 
 def report() -> dict[str, Any]:
@@ -61,7 +36,6 @@ def report() -> dict[str, Any]:
     patching.check_host_version()
     platform = guards.platform_name()
     certificates = store.certificate_store(platform)
-    check_folder(certificates.folder)
     hidden = os.environ.get("VLLM_PLUGINS")
     return {
         "host": f"vLLM {version} (supported: {patching.SUPPORTED})",
