@@ -112,6 +112,24 @@ def test_the_certificate_compares_the_layers_own_operators(forward, monkeypatch)
     assert qk_norm_cuda.contraction_of(layer) is None  # no GPU
 
 
+def test_a_layer_that_is_not_covered_keeps_its_operators_and_says_so(forward, monkeypatch, caplog):
+    from det_plugin.host.vllm import qk_norm_cuda
+
+    weight = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    norm = types.SimpleNamespace(weight=weight, variance_epsilon=EPS)
+    layer = Layer(None)
+    layer.q_norm = layer.k_norm = norm
+    monkeypatch.setattr(qk_norm_cuda.logger, "propagate", True)
+    monkeypatch.setattr(qk_norm_cuda, "_found", {})
+    with caplog.at_level("INFO", logger="vllm.det_plugin"):
+        assert qk_norm_cuda.contraction_of(layer) is None
+        assert qk_norm_cuda.contraction_of(layer) is None
+    assert [record.getMessage() for record in caplog.records if "stay apart" in record.getMessage()] == [
+        "det_plugin: query/key norms and rotary embedding stay apart: "
+        "the fused kernel doesn't cover Rotary in torch.bfloat16"
+    ]
+
+
 def rotary(**change):
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -85,17 +85,29 @@ def contraction_of(layer: Any) -> str | None:
     Args:
         layer: a ``Qwen3Attention``; its norms' weights need not be loaded yet.
     """
-    from det_plugin.ops.qk_norm_rope import find_contraction
+    weight = layer.q_norm.weight
+    if not weight.is_cuda:
+        return None
+    eps = (layer.q_norm.variance_epsilon, layer.k_norm.variance_epsilon)
+    key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, weight.dtype, *eps, repr(layer.rotary_emb))
+    if key not in _found:
+        _found[key] = _find(layer)
+    return _found[key]
 
-    rotary, dtype = layer.rotary_emb, layer.q_norm.weight.dtype
-    if not layer.q_norm.weight.is_cuda or not _plain(rotary) or layer.head_dim % 2:
+
+def _find(layer: Any) -> str | None:
+    from det_plugin.ops.qk_norm_rope import find_contraction
+    from det_plugin.ops.rms_norm import DTYPES
+
+    eps, dtype = layer.q_norm.variance_epsilon, layer.q_norm.weight.dtype
+    covered = _plain(layer.rotary_emb) and layer.k_norm.variance_epsilon == eps and dtype in DTYPES
+    if not covered or layer.head_dim % 2:
+        logger.info(
+            "det_plugin: query/key norms and rotary embedding stay apart: the fused kernel doesn't cover %s in %s",
+            type(layer.rotary_emb).__name__,
+            dtype,
+        )
         return None
-    eps = layer.q_norm.variance_epsilon
-    if layer.k_norm.variance_epsilon != eps or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return None
-    key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype, eps, rotary.cos_sin_cache.shape)
-    if key in _found:
-        return _found[key]
     contraction = find_contraction(_apart(layer), *certification_data(layer, eps))
     if contraction is None:
         logger.warning(
@@ -103,7 +115,6 @@ def contraction_of(layer: Any) -> str | None:
         )
     else:
         logger.info("det_plugin: query/key norms and rotary embedding fused, certified (contraction %s)", contraction)
-    _found[key] = contraction
     return contraction
 
 
