@@ -85,12 +85,23 @@ def test_batches_control(engines, stock):
     assert_differs(BATCHES, stock[POOL:], first(stock))
 
 
-def test_batches_on_two_threads(engines):
-    """A few requests; with several threads, other element-wise code runs (``ops/pointwise_cpu.py``)."""
-    alone, batch = engines.alone[:6], compositions.batches(SEED, 6, (13,))
-    found = engines.run(alone + batch, EAGER, ON, CHUNK, NO_CACHE, threads=2)
+FEW = compositions.batches(SEED, 6, (13,))
+
+
+def on_two_threads(engines, *settings):
+    """Answers to a few requests in a batch and alone."""
+    found = engines.run(engines.alone[:6] + FEW, EAGER, CHUNK, NO_CACHE, *settings, threads=2)
     assert found["threads"] == 2
-    assert_same(batch, found["answers"][6:], [answer[0] for answer in found["answers"][:6]], at_least=13)
+    return found["answers"][6:], [answer[0] for answer in found["answers"][:6]]
+
+
+def test_batches_on_two_threads(engines):
+    """With several threads, other element-wise code runs (``ops/pointwise_cpu.py``)."""
+    assert_same(FEW, *on_two_threads(engines, ON), at_least=13)
+
+
+def test_batches_on_two_threads_control(engines):
+    assert_differs(FEW, *on_two_threads(engines))
 
 
 MIXED = [compositions.make_composition(SEED, i, POOL) for i in range(8)]
