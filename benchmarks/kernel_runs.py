@@ -12,21 +12,19 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import kernel_cases
 import kernel_prepare
+import ops_check
 import timing
 import torch
 from kernel_prepare import UnavailableError
 
-from det_plugin.evidence.fingerprint import fingerprint, package_version
-from det_plugin.ops import linear_cuda
+from det_plugin.evidence.fingerprint import package_version
 
-SIDES = ("stock", "deterministic")
 ROUNDS = 11
 COPY_BYTES = 2 << 30
 MATMUL_SIZE = 8192
@@ -161,19 +159,8 @@ def compile_groups(groups: Sequence[str]) -> None:
 
 def environment() -> dict[str, Any]:
     """What the results were measured on."""
-    facts = fingerprint("cuda")
-    handle = linear_cuda.dispatcher.handle(0)
-    return {
-        "gpu": facts["gpu"],
-        "driver": facts["driver"],
-        "torch": torch.__version__,
-        "triton": package_version("triton"),
-        "vllm": package_version("vllm"),
-        "flashinfer": package_version("flashinfer-python"),
-        "cublaslt": handle.version if handle else None,
-        "source": facts["source"],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    packages = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
+    return ops_check.environment(None) | {name: package_version(package) for name, package in packages.items()}
 
 
 @dataclass

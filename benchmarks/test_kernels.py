@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 import kernel_runs
 from kernel_cases import CASES
 from kernel_prepare import UnavailableError
+from kernel_results import SIDES
 
 CLOCK = kernel_runs.EventClock()
 REASON = kernel_runs.unavailable()
@@ -31,7 +32,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "side"), [(name, side) for name in CASES for side in kernel_runs.SIDES])
+@pytest.mark.parametrize(("name", "side"), [(name, side) for name in CASES for side in SIDES])
 def test_kernel(name, side, benchmark, kernels):
     """One side of one case."""
     try:

@@ -24,7 +24,6 @@ VECTOR = 128
 SERIAL = 32768
 """Elements that PyTorch leaves to a single thread (``at::internal::GRAIN_SIZE``)."""
 
-
 SHARED = os.environ.get("OMP_DYNAMIC", "false").strip().lower() not in ("true", "1")
 """Whether every parallel loop gets all threads; with OMP_DYNAMIC the runtime may give it fewer."""
 
@@ -61,7 +60,7 @@ def rowwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, p
     else:
         equal = count - count % threads if SHARED and count * padded >= threads * SERIAL else 0
         step = max(1, SERIAL // (parts * padded))
-        edges = [0, *([equal] if equal else []), *range(equal + step, count, step), count]
-        pieces = [function(rows[i:j]) for i, j in zip(edges[:-1], edges[1:], strict=True) if i < j or not count]
+        pieces = [function(rows[:equal])] if equal else []
+        pieces += [function(rows[i : i + step]) for i in range(equal, max(count, 1), step)]
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out[..., :width].reshape(*x.shape[:-1], width)

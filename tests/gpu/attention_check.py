@@ -375,29 +375,8 @@ def phases_check(runner, heads, page, length=9000, seed=1):
             batch = Batch([Request(q[a:b], pages, b)], page)
             bad += differs(runner(batch, pool, torch.full_like(batch.q, 7)), full[a:b])
             count += 1
-    positions = sorted(
-        {
-            0,
-            1,
-            15,
-            16,
-            63,
-            64,
-            127,
-            128,
-            511,
-            512,
-            2047,
-            2048,
-            2049,
-            3071,
-            3072,
-            4095,
-            4096,
-            length - 1,
-            *range(5, length, 97),
-        }
-    )
+    edges = {p for edge in (1, 16, 64, 128, 512, 2048, 3072, 4096) for p in (edge - 1, edge)}
+    positions = sorted({*edges, 2049, length - 1, *range(5, length, 97)})
     positions = [p for p in positions if p < length]
     for a in range(0, len(positions), 64):
         group = positions[a : a + 64]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 CODE = """
-import importlib.util, resource, sys
-sys.modules["det_plugin.config"] = type(sys)("config")
-sys.modules["det_plugin.config"].DetConfig = object
-spec = importlib.util.spec_from_file_location("memory_cpu", {path!r})
-memory = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(memory)
-kept = memory.keep_freed_memory() if {keep} else False
+import resource
+from det_plugin.host.vllm.memory_cpu import keep_freed_memory
+kept = keep_freed_memory() if {keep} else False
 import torch
 def work():
     x = torch.zeros(2048, 576)
@@ -31,11 +28,9 @@ print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def run(keep: bool, **environment: str) -> tuple[int, int]:
-    from importlib.resources import files
-
-    path = str(files("det_plugin") / "host" / "vllm" / "memory_cpu.py")
-    code = CODE.format(path=path, keep=keep)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    inherited = {name: v for name, v in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", CODE.format(keep=keep)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=inherited | environment)
     kept, faults = map(int, done.stdout.split())
     return kept, faults
 
