@@ -1,7 +1,7 @@
 """Memory on the CPU: a worker keeps what it frees.
 
 Uncompiled code allocates each operator's result and frees it a moment later.  glibc hands large freed blocks back to
-the kernel, which gives them out again page by page, filled with zeros; in prefill that is a tenth of the time.
+the kernel, which gives them out again page by page, filled with zeros; prefill notices.
 Compiled code, which the stock engine runs, plans its buffers once and pays it rarely.
 """
 
