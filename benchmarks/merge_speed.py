@@ -18,7 +18,7 @@ HOST_FIELDS = ("host_batch_invariant", "host_ratio")
 RUN_FIELDS = (
     *("environment", "suite", "interleaved", "checks", "server_args", "servers", "failed", "idle", "kv_cache"),
     *("gpu_memory_used_bytes", "poisson_requests_per_second", "limit_reached", "answers_in_one_piece"),
-    "last_to_end",
+    "passes",
 )
 
 

@@ -6,8 +6,9 @@ For a query row at position ``p`` (0-based, counted from the start of its reques
 
 over the visible keys ``max(0, p - window + 1) <= j <= p``.  The canonical order is:
 
-1. Keys are cut into blocks of :data:`BLOCK_KEYS`, aligned to position 0, and blocks into segments of
-   :data:`SEGMENT_KEYS`, aligned to position 0.
+1. Keys are cut into blocks of :data:`BLOCK_KEYS`, aligned to position 0, and blocks into segments, also aligned to
+   position 0: of :data:`HEAD_SEGMENT_KEYS` keys in the first :data:`HEAD_KEYS`, of :data:`SEGMENT_KEYS` after them
+   (:func:`segment_of`).  Few short requests then still fill a GPU, and long contexts have few partial results.
 2. Inside a segment the blocks are walked upwards with a running maximum ``m``: scores in fp32; weights
    ``exp2(fma(s, c, -m c))`` with ``c = scale * log2(e)``, rounded to the cache's dtype; the fp32 accumulators
    of ``sum w v`` and ``sum w`` are scaled by ``exp2((m_old - m_new) c)`` and then fed by matrix products
@@ -35,13 +36,32 @@ BLOCK_KEYS = 64
 """Keys per block of the canonical order."""
 
 SEGMENT_KEYS = 512
-"""Keys per segment of the canonical order."""
+"""Keys per segment of the canonical order, from position :data:`HEAD_KEYS` on."""
+
+HEAD_SEGMENT_KEYS = 128
+"""Keys per segment before position :data:`HEAD_KEYS`."""
+
+HEAD_KEYS = 2048
+"""Where the short segments end; a multiple of both segment lengths."""
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 PAGE_MULTIPLE = 16
 PAGE_MAX = 1024
+
+
+def segment_of(key: int) -> int:
+    """Number of the segment that holds position ``key``."""
+    if key < HEAD_KEYS:
+        return key // HEAD_SEGMENT_KEYS
+    return HEAD_KEYS // HEAD_SEGMENT_KEYS + (key - HEAD_KEYS) // SEGMENT_KEYS
+
+
+def segment_start(number: int) -> int:
+    """First position of segment ``number``."""
+    head = HEAD_KEYS // HEAD_SEGMENT_KEYS
+    return number * HEAD_SEGMENT_KEYS if number <= head else HEAD_KEYS + (number - head) * SEGMENT_KEYS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from det_plugin.attention.contract import BLOCK_KEYS, SEGMENT_KEYS
+from det_plugin.attention.contract import BLOCK_KEYS, segment_of, segment_start
 
 
 def gather_pages(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -85,11 +85,11 @@ def attention_in_order(
         big_m = (sinks.float() * (1.0 if softcap else 1.0 / scale))[:, None].expand(heads, rows).contiguous()
         big_l = torch.ones(heads, rows, device=q.device)
     o = torch.zeros(heads, rows, dim, device=q.device)
-    for seg in range(0, length, SEGMENT_KEYS):
+    for seg in range(segment_of(length - 1) + 1):
         acc = torch.zeros_like(o)
         m = torch.full_like(big_m, -math.inf)
         total = torch.zeros_like(big_m)
-        for n in range(seg, min(seg + SEGMENT_KEYS, length), BLOCK_KEYS):
+        for n in range(segment_start(seg), min(segment_start(seg + 1), length), BLOCK_KEYS):
             key = torch.arange(n, min(n + BLOCK_KEYS, length), device=q.device)
             s = torch.einsum("qhd,khd->hqk", q.float(), kk[key])
             if softcap:

@@ -7,6 +7,7 @@ server, in alternating order, so that drift of the machine falls on all alike; a
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -48,7 +49,7 @@ class Bench:
         self.model = options.model or ""
         self.cut = False
         self.idle: dict[str, Any] = {"checks": 0, "unknown": []}
-        self.latest: dict[str, dict[str, list[Any]]] = {}
+        self.passes: dict[str, dict[str, list[Any]]] = {}
         self.clients: dict[str, BenchClient] = {}
         self.report: dict[str, Any] = {
             "environment": environment(options.commit),
@@ -60,7 +61,7 @@ class Bench:
             "servers": {},
             "failed": {},
             "idle": self.idle,
-            "last_to_end": self.latest,
+            "passes": self.passes,
         }
 
     def save(self) -> None:
@@ -208,11 +209,21 @@ class Bench:
                     await self.check_idle(other, clients[other])
             await wake(clients[name], prompts[name], random.Random(f"{number}/{case.name}/wake"))
             rng = random.Random(f"{number}/{case.name}")  # the same prompts for every server
-            clients[name].latest = ()
-            values = await measure(clients[name], prompts[name], case, rng, rate=self.rate or 0.0)
+            client = clients[name]
+            client.latest = None
+            before = await client.decode_seconds()
+            gc.collect()
+            gc.disable()  # no pause of this process's own within a pass
+            try:
+                values = await measure(client, prompts[name], case, rng, rate=self.rate or 0.0)
+            finally:
+                gc.enable()
             if keep:
-                if clients[name].latest:
-                    self.latest.setdefault(name, {}).setdefault(case.name, []).append(clients[name].latest)
+                if client.latest:
+                    after = await client.decode_seconds()
+                    spent = None if before is None or after is None else round(after - before, 4)
+                    facts = {**client.latest, "decode_seconds_in_engine": spent}
+                    self.passes.setdefault(name, {}).setdefault(case.name, []).append(facts)
                 for row, value in values.items():
                     self.samples[name][row].append(value)
 

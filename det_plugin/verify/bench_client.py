@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -37,12 +37,11 @@ class BenchClient(CompletionClient):
 
     Attributes:
         pieces: timed answers of more than one token so far, and those of them that came in one piece.
-        latest: of the last pass of timed answers, the three that ended last: seconds from the pass's start to the
-            sending, the first and the last token.  One straggler decides a pass's rate and no percentile shows it.
+        latest: facts about the last pass of timed answers that no percentile of a latency shows, for the report.
     """
 
     pieces: tuple[int, int] = (0, 0)
-    latest: Sequence[tuple[float, float, float]] = ()
+    latest: Mapping[str, object] | None = None
 
     def _greedy(self, prompt: Sequence[int], max_tokens: int, salt: str) -> dict[str, object]:
         """The body of a request for exactly ``max_tokens`` tokens that shares no cache with another salt's."""
@@ -114,8 +113,22 @@ class BenchClient(CompletionClient):
         Raises:
             ServerFailureError: no answer.
         """
+        found = await self._metric("num_requests_(?:running|waiting)")
+        return None if found is None else int(found)
+
+    async def decode_seconds(self) -> float | None:
+        """Seconds that the engine itself saw from first to last token, summed over all requests that it finished; None
+        when ``/metrics`` doesn't tell.
+
+        Raises:
+            ServerFailureError: no answer.
+        """
+        return await self._metric("request_decode_time_seconds_sum")
+
+    async def _metric(self, name: str) -> float | None:
+        """Sum of the server's metrics whose name after ``vllm:`` matches the pattern."""
         response = await self._send("GET", "/metrics")
         if response.status_code != httpx.codes.OK:
             return None
-        found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", response.text, re.M)
-        return int(sum(map(float, found))) if found else None
+        found = re.findall(rf"^vllm:{name}(?:\{{[^}}]*\}})? ([0-9.e+-]+)$", response.text, re.M)
+        return sum(map(float, found)) if found else None

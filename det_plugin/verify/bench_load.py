@@ -233,10 +233,10 @@ async def measure(
     started = time.perf_counter()
     timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - started
-    ended = sorted(timings, key=lambda t: t.last)[-3:]
-    client.latest = [
-        (round(t.sent - started, 4), round(t.first - started, 4), round(t.last - started, 4)) for t in ended
-    ]
+    client.latest = {
+        "ended_at": [round(percentile([t.last - started for t in timings], p), 4) for p in range(0, 101, 10)],
+        "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
+    }
     tokens = case.concurrent * (case.prompt_tokens if case.load == "prefill" else case.new_tokens)
     row: Values = {case.name: tokens / seconds}
     return row if case.load == "prefill" else row | latencies(case.name, timings)

@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import datetime
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -229,6 +230,38 @@ class FlashInfer:
         )
 
 
+class StockFlashInfer:
+    """FlashInfer's own wrappers, as the host uses them where it can't fetch TensorRT-LLM's kernels: FA2 with its
+    planner's split for decode, in a CUDA graph; FA3 for prefill.  One plan per batch: it holds the batch's pages."""
+
+    name = "stock_flashinfer"
+
+    def __init__(self, heads, page, dtype=torch.bfloat16):
+        self.heads, self.page, self.dtype = heads, page, dtype
+        self.workspace = torch.zeros(394 << 20, dtype=torch.uint8, device=DEV)
+
+    def prepare(self, batch):
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+
+        counts = -(-batch.lengths // self.page)
+        indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        indices = torch.cat([batch.table[i, : int(n)] for i, n in enumerate(counts)])
+        last = torch.from_numpy((batch.lengths - (counts - 1) * self.page).astype(np.int32))
+        if batch.max_query == 1:
+            buffers = [torch.zeros_like(x, device=DEV) for x in (indptr, indices, last)]
+            wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", True, True, *buffers)
+            wrapper.plan(indptr, indices, last, *self.heads, self.page, q_data_type=self.dtype)
+        else:
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+            starts = torch.from_numpy(batch.start.astype(np.int32))
+            kinds = dict(causal=True, q_data_type=self.dtype)
+            wrapper.plan(starts, indptr, indices, last, *self.heads, self.page, **kinds)
+        return wrapper
+
+    def __call__(self, batch, pool, out, plan=None):
+        return plan.run(batch.q, (pool.k, pool.v), out=out)
+
+
 class StockFa3:
     """FA3 as the host calls it; ``splits=1`` is its own batch-invariant mode."""
 
@@ -312,9 +345,8 @@ class StockFa3:
 
 
 def make(name, heads, page, **kw):
-    return {"triton": Triton, "fa3": Fa3, "flashinfer": FlashInfer, "stock_triton": StockTriton}[name](
-        heads, page, **kw
-    )
+    kinds = (Triton, Fa3, FlashInfer, StockTriton, StockFlashInfer)
+    return next(kind for kind in kinds if kind.name == name)(heads, page, **kw)
 
 
 def differs(a, b):
@@ -558,7 +590,8 @@ def layer_calls(name, heads, pool, batches, out):
     elif name == "flashinfer" and decode:
         width = first.table.shape[1]
         plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
-    return [functools.partial(runner, batch, pool, out, plan) for batch in batches]
+    plans = map(runner.prepare, batches) if name == "stock_flashinfer" else itertools.repeat(plan)
+    return [functools.partial(runner, batch, pool, out, plan) for batch, plan in zip(batches, plans, strict=False)]
 
 
 def speed(backends, results, save, heads=(32, 8, 128), page=16):
@@ -660,7 +693,7 @@ def main() -> int:
     ap.add_argument("--backends", default="triton,fa3")
     ap.add_argument("--only", default="bits,speed")
     ap.add_argument("--commit", default="", help="written into the report; default: of this checkout")
-    ap.add_argument("--compare", default="", help="stock_triton: the host's Triton kernel as well (needs vLLM)")
+    ap.add_argument("--compare", default="", help="stock_triton,stock_flashinfer: the host's other kernels as well")
     ap.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes to run on FlashInfer")
     ap.add_argument("--heads", default=",".join(map(str, range(len(HEADS)))), help=f"indices into {HEADS}")
     ap.add_argument("--jobs", type=int, default=1, help="processes that share the head configurations of 'bits'")

@@ -47,6 +47,6 @@ def test_no_bit_differs(found, name):
     assert found[name] == 0
 
 
-@pytest.mark.parametrize("name", ["control: wrong segments", "control: wrong blocks"])
+@pytest.mark.parametrize("name", ["control: wrong segments", "control: one segment length", "control: wrong blocks"])
 def test_another_order_is_noticed(found, name):
     assert found[name] > 0

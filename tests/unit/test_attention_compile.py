@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from det_plugin.attention import triton_paged  # noqa: E402
-from det_plugin.attention.contract import BLOCK_KEYS, SEGMENT_KEYS  # noqa: E402
+from det_plugin.attention.contract import BLOCK_KEYS, HEAD_KEYS, HEAD_SEGMENT_KEYS, SEGMENT_KEYS  # noqa: E402
 from det_plugin.attention.triton_schedules import default_schedules  # noqa: E402
 
 FLOATS = ("c", "pre_scale", "softcap", "inv_sink_scale")
@@ -36,6 +36,8 @@ def compiled(group, kv_heads, dim, page, which, shared, window=0, softcap=False,
         BLOCK_M=schedule.block_m,
         BLOCK_N=BLOCK_KEYS,
         SEGMENT=SEGMENT_KEYS,
+        HEAD=HEAD_KEYS,
+        HEAD_SEGMENT=HEAD_SEGMENT_KEYS,
         ONES=triton_paged._ONES,
         FEW=which != "many",
         SHARED=shared,

@@ -277,9 +277,13 @@ def test_gpu_suite_over_running_servers(tmp_path, model, monkeypatch):
     assert data["poisson_requests_per_second"] == 20
     assert set(data["idle"]["unknown"]) == data["rounds"].keys()  # the fakes have no /metrics
     assert data["answers_in_one_piece"].keys() == data["rounds"].keys()
-    passes = data["last_to_end"]["deterministic@TRITON_ATTN"]["decode, 2 concurrent"]
-    assert [len(answers) for answers in passes] == [2, 2]
-    assert all(0 <= sent <= first <= last for answers in passes for sent, first, last in answers)
+    passes = data["passes"]["deterministic@TRITON_ATTN"]["decode, 2 concurrent"]
+    assert len(passes) == 2
+    for facts in passes:
+        assert len(facts["ended_at"]) == 11
+        assert facts["ended_at"] == sorted(facts["ended_at"])
+        assert facts["decode_seconds"] > 0
+        assert facts["decode_seconds_in_engine"] is None  # no /metrics
     assert not list(tmp_path.glob("*.partial"))
 
 
