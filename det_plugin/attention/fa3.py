@@ -21,6 +21,7 @@ Source: Shah et al., FlashAttention-3 (2024); kernel as built into vLLM 0.32 (``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ MAX_SEQUENCES = 992
 
 MAX_SPLITS = 255
 _WIDE = 16384  # max_seqlen_q that selects the tall tile for every supported head size and group
+_LENGTH_SLACK = 1024  # a step scheduled ahead may run past the longest context
 _PARTIAL_BYTES = 512 << 20  # fp32 partial results of one launch, at most
 
 
@@ -131,6 +133,12 @@ def load() -> None:
         ) from None
 
 
+@functools.cache
+def _splits_by_length(layout: Layout, longest: int, device: torch.device) -> torch.Tensor:
+    """int32 ``[longest + slack]``: splits of a row by the keys it sees; one look-up a step in place of seven kernels."""
+    return layout.splits(torch.arange(longest + _LENGTH_SLACK, dtype=torch.int32, device=device))
+
+
 def _metadata(
     layout: Layout, cu_seqlens_q, seqused_k, max_query, max_context, num_splits, seqused_q=None
 ) -> torch.Tensor:
@@ -163,7 +171,8 @@ def _metadata(
     )
     if num_splits > 1:  # [rows per sequence | splits | heads in L2 | tile counter], each padded to 4
         start = -(-count // 4) * 4
-        metadata[start : start + count] = layout.splits(seqused_k)
+        table = _splits_by_length(layout, 1 << max_context.bit_length(), seqused_k.device)
+        torch.index_select(table, 0, seqused_k, out=metadata[start : start + count])
     return metadata
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from det_plugin.attention import flashinfer_plan
 from det_plugin.attention.contract import FLASHINFER_HEAD_DIMS as HEAD_DIMS
 from det_plugin.errors import ConfigError, UnsupportedError
 
@@ -146,21 +147,24 @@ class Buffers:
 
 def make_buffers(max_reqs: int, max_context: int, device: torch.device | str) -> Buffers:
     """Buffers for batches of up to ``max_reqs`` single rows with contexts of up to ``max_context`` keys."""
-    entries = max_reqs * int(max(1, _chunks(max_context)))
-    _, size = _pack(
-        dict(
-            request=entries,
-            tile=entries,
-            chunk=entries,
-            o_start=max_reqs + 1,
-            chunk_keys=1,
-            total_rows=1,
-            merge_start=max_reqs + 1,
-            valid=entries,
-        )
-    )
+    _, size = _pack(_decode_sections(max_reqs, int(max(1, _chunks(max_context)))))
     zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
     return Buffers(zeros(size + 128, torch.uint8), zeros(max_reqs, torch.int32), zeros(max_reqs + 1, torch.int32))
+
+
+def _decode_sections(reqs: int, chunks: int) -> dict[str, int]:
+    """Entries of each section of a plan of single rows."""
+    entries, starts = reqs * chunks, reqs + 1
+    return dict(
+        request=entries,
+        tile=entries,
+        chunk=entries,
+        o_start=starts,
+        chunk_keys=1,
+        total_rows=1,
+        merge_start=starts,
+        valid=entries,
+    )
 
 
 def _pack(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -233,42 +237,23 @@ def plan_decode(
             "choose --attention-backend TRITON_ATTN",
         )
     entries = reqs * chunks
-    offsets, size = _pack(
-        dict(
-            request=entries,
-            tile=entries,
-            chunk=entries,
-            o_start=reqs + 1,
-            chunk_keys=1,
-            total_rows=1,
-            merge_start=reqs + 1,
-            valid=entries,
-        )
+    offsets, size = _pack(_decode_sections(reqs, chunks))
+    if buffers is None:
+        buffers = make_buffers(reqs, max_context, device)
+    ints, last, kv_indptr = buffers.plan[:size], buffers.last_page_len[:reqs], buffers.kv_indptr[: reqs + 1]
+    fill = flashinfer_plan.fill_decode_plan if device.type == "cuda" else flashinfer_plan.fill_decode_plan_reference
+    fill(
+        ints,
+        last,
+        kv_indptr,
+        query_start_loc,
+        seq_lens,
+        offsets,
+        chunks=chunks,
+        chunk_keys=CHUNK_KEYS,
+        table_width=table_width,
+        page_size=layout.page_size,
     )
-    ints = torch.zeros(size, dtype=torch.uint8, device=device) if buffers is None else buffers.plan[:size]
-    view = lambda name, count: ints[offsets[name] : offsets[name] + 4 * count].view(torch.int32)
-    live = query_start_loc[1:] > query_start_loc[:-1]
-    count = torch.where(live, _chunks(seq_lens).clamp(min=1), 0).to(torch.int32)
-    number = torch.arange(chunks, dtype=torch.int32, device=device)
-    request = torch.arange(reqs, dtype=torch.int32, device=device)
-    view("request", entries).copy_(request[:, None].expand(reqs, chunks).reshape(-1))
-    view("tile", entries).zero_()
-    view("chunk", entries).copy_(number[None, :].expand(reqs, chunks).reshape(-1))
-    ints[offsets["valid"] : offsets["valid"] + entries].copy_((number[None, :] < count[:, None]).reshape(-1))
-    for name in ("o_start", "merge_start"):
-        starts = view(name, reqs + 1)
-        starts[:1].zero_()
-        starts[1:].copy_(torch.cumsum(count, 0))
-    if chunks == 1:
-        view("o_start", reqs + 1).copy_(query_start_loc)
-    view("chunk_keys", 1).fill_(CHUNK_KEYS)
-    view("total_rows", 1).copy_(query_start_loc[-1:])
-    # each request owns one row of the block table; its length is (width - 1) pages plus this
-    last = seq_lens - (table_width - 1) * layout.page_size
-    kv_indptr = torch.arange(reqs + 1, dtype=torch.int32, device=device) * table_width
-    if buffers is not None:
-        last = buffers.last_page_len[:reqs].copy_(last)
-        kv_indptr = buffers.kv_indptr[: reqs + 1].copy_(kv_indptr)
     plan = _plan_vector(layout, offsets, entries, reqs, chunks, True)
     return [Launch(plan, ints, query_start_loc, kv_indptr, last, slice(None))]
 
