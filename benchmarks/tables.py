@@ -64,6 +64,12 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def ratio_range(case: dict[str, Any]) -> str:
+    """Smallest and largest ratio of a round; empty where there is only one."""
+    low, high = case.get("spread", {}).get("ratio") or (None, None)
+    return "" if low is None or case.get("runs", 0) < 2 else f"{low:.2f} to {high:.2f}"
+
+
 def is_headline(case: dict[str, Any]) -> bool:
     """Throughput, and the p99 latencies of the mixed load: what the README shows."""
     return case["unit"] != "ms" or (case["case"].startswith("mixed") and case["case"].endswith("p99"))
@@ -77,13 +83,13 @@ def speed_table(document: dict[str, Any], short: bool = False) -> list[str]:
     cases = [c for c in document["cases"] if c.get("stock") and (not short or is_headline(c))]
     cases = [c for c in cases if c.get("deterministic") or c.get("host_batch_invariant")]
     host = any(c.get("host_batch_invariant") for c in cases)
-    columns = ["model", "case", "unit", "stock", "deterministic", "ratio"]
+    columns = ["model", "case", "unit", "stock", "deterministic", "ratio", "over rounds"]
     columns += ["host's batch-invariant mode", "its ratio"] if host else []
     lines = [f"| {' | '.join([*columns, 'runs'])} |", "|---" * (len(columns) + 1) + "|"]
     for c in cases:
         backend = c.get("backend") or "default"
         cells = [c["model"], c["case"] + (f" ({backend})" if backend != "default" else ""), c["unit"]]
-        cells += [rate(c["stock"]), rate(c.get("deterministic")), ratio(c.get("ratio"))]
+        cells += [rate(c["stock"]), rate(c.get("deterministic")), ratio(c.get("ratio")), ratio_range(c)]
         if host:
             cells += [rate(c.get("host_batch_invariant")), ratio(c.get("host_ratio"))]
         lines.append(f"| {' | '.join([*cells, str(c.get('runs', ''))])} |")
@@ -106,13 +112,14 @@ def geometric_means(document: dict[str, Any]) -> list[str]:
 
 
 def startup_table(document: dict[str, Any]) -> list[str]:
-    """Start-up seconds and GPU memory of every server of every run."""
-    lines = ["| run | server | start-up s | started together | GPU memory GiB |", "|---|---|---|---|---|"]
+    """Start-up seconds (first, then restarts) and GPU memory of every server of every run."""
+    lines = ["| run | server | start-up s | restarted s | started together | GPU memory GiB |", "|---" * 6 + "|"]
     for number, session in enumerate(document.get("sessions") or [document]):
         for name, facts in (session.get("servers") or {}).items():
             memory = facts.get("gpu_memory_bytes")
+            again = ", ".join(f"{seconds:.1f}" for seconds in facts.get("restart_seconds", ()))
             lines.append(
-                f"| {number} | {name} | {facts['startup_seconds']:.1f} | {facts['started_together']} "
+                f"| {number} | {name} | {facts['startup_seconds']:.1f} | {again} | {facts['started_together']} "
                 f"| {'' if memory is None else f'{memory / 2**30:.1f}'} |"
             )
     return lines
@@ -128,15 +135,24 @@ def draw(name: str) -> None:
 
 
 def invariance_table(document: dict[str, Any]) -> list[str]:
-    """``checks`` summed by name and backend."""
+    """``checks`` summed by name and backend, with the commit they ran on."""
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    commits: dict[tuple[str, str], set[str]] = defaultdict(set)
     for check in document["checks"]:
-        entry = sums[(check["name"], check.get("backend") or "")]
+        key = (check["name"], check.get("backend") or "")
+        entry = sums[key]
         entry[0] += check["comparisons"]
         entry[1] += check["mismatches"]
         entry[2] += check.get("negative_control_mismatches") or 0
-    lines = ["| check | backend | comparisons | mismatches | negative control's mismatches |", "|---|---|---|---|---|"]
-    return lines + [f"| {n} | {b} | {c:,} | {m} | {k:,} |" for (n, b), (c, m, k) in sums.items()]
+        commits[key].add(str(check.get("commit") or document["environment"].get("commit") or "?")[:7])
+    lines = [
+        "| check | backend | comparisons | mismatches | negative control's mismatches | commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {n} | {b} | {c:,} | {m} | {k:,} | {', '.join(sorted(commits[n, b]))} |"
+        for (n, b), (c, m, k) in sums.items()
+    ]
 
 
 def engine_table(document: dict[str, Any], short: bool) -> list[str]:
@@ -186,15 +202,15 @@ def server_table(document: dict[str, Any]) -> list[str]:
 
 def attention_table(document: dict[str, Any]) -> list[str]:
     """Attention kernels: microseconds per layer, and stock time over ours."""
-    lines = [
-        "| case | stock FA3 | fa3 | ratio | triton | ratio | flashinfer | ratio | stock Triton |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    others = {"stock_triton": "stock Triton", "stock_flashinfer": "stock FlashInfer"}
+    others = {name: label for name, label in others.items() if any(name in c for c in document["cases"])}
+    columns = ["case", "stock FA3", "fa3", "ratio", "triton", "ratio", "flashinfer", "ratio", *others.values()]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for c in document["cases"]:
         lines.append(
             f"| {c['case']} | {c['stock']} | {c.get('fa3', '')} | {c.get('fa3_ratio', '')} "
             f"| {c.get('triton', '')} | {c.get('triton_ratio', '')} "
-            f"| {c.get('flashinfer', '')} | {c.get('flashinfer_ratio', '')} | {c.get('stock_triton', '')} |"
+            f"| {' | '.join(str(c.get(k, '')) for k in ('flashinfer', 'flashinfer_ratio', *others))} |"
         )
     return lines
 
@@ -256,6 +272,21 @@ def sampler_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def step_table(document: dict[str, Any]) -> list[str]:
+    """A decode step's wall time, and under a profiler the processor's share and the wait for the GPU."""
+    lines = [
+        "| requests | turn | stock ms | deterministic ms | ratio | stock: host, waiting ms | deterministic: host, waiting ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stock, ours in zip(document["stock"], document["deterministic"], strict=True):
+        split = [f"{side['host_ms']:.2f}, {side['waiting_ms']:.2f}" for side in (stock, ours)]
+        lines.append(
+            f"| {stock['requests']} | {stock['turn'] + 1} | {stock['step_ms']:.2f} | {ours['step_ms']:.2f} "
+            f"| {stock['step_ms'] / ours['step_ms']:.3f} | {split[0]} | {split[1]} |"
+        )
+    return lines
+
+
 def render(short: bool) -> str:
     """The generated section: of the README (``short``), or all of ``docs/results.md``."""
     out: list[str] = []
@@ -270,6 +301,7 @@ def render(short: bool) -> str:
         out += section("Whole-engine speed on a GPU", "h200/speed.json", body, document)
     for name, what in (
         ("h200/engine_invariance.json", "random Qwen3-0.6B-shaped model"),
+        ("h200/engine_invariance_triton.json", "the random model on TRITON_ATTN, after its order changed"),
         ("h200/engine_invariance_smollm2.json", "SmolLM2-135M-Instruct"),
     ):
         if document := load(name):
@@ -307,6 +339,9 @@ def render(short: bool) -> str:
     if document := load("h200/kernels.json"):
         title = "Kernels on a GPU, under a CUDA graph"
         out += section(title, "h200/kernels.json", kernel_table(document), document)
+    if document := load("h200/step_profile.json"):
+        title = f"Processor time of a decode step of {document['model']} on a GPU machine, layers uncompiled"
+        out += section(title, "h200/step_profile.json", step_table(document), document)
     if document := load("h200/sampler_speed.json"):
         out += section("One sampling step on a GPU", "h200/sampler_speed.json", sampler_table(document), document)
     return "\n".join(out).strip()

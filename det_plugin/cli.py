@@ -319,6 +319,9 @@ def bench(
     ] = None,
     server_args: Annotated[str, typer.Option(help="Further arguments of every started server, one string.")] = "",
     one_at_a_time: Annotated[bool, typer.Option(help="Start servers one after another; no interleaving.")] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Afterwards start the servers again this often: start-up on warm caches.")
+    ] = 0,
     check: Annotated[bool, typer.Option(help="Verify determinism before measuring.")] = True,
     timeout: Timeout = 600.0,
     commit: Annotated[
@@ -354,6 +357,7 @@ def bench(
                 prompts=prompts,
                 server_args=server_args,
                 one_at_a_time=one_at_a_time,
+                restarts=restarts,
                 check=check,
                 timeout=timeout,
                 commit=commit,

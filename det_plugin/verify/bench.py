@@ -131,6 +131,25 @@ class Bench:
             }
         return servers
 
+    def restart(self, stack: ExitStack, servers: Mapping[str, VllmServer], limit: float | None) -> None:
+        """Stop all servers and start them again, as often as asked for: start-up on caches that are warm."""
+        for _ in range(self.options.restarts):
+            expected = max(server.startup_seconds or 0.0 for server in servers.values())
+            if limit is not None and time.monotonic() - self.started + expected > limit:
+                self.say("time limit: no further restart")
+                self.cut = True
+                return
+            for server in servers.values():
+                server.stop()
+            at_once = bench_servers.gpu_bytes() is not None
+            failed = bench_servers.start_servers(stack, servers, self.say, at_once=at_once)
+            self.report["failed"] |= {f"{name}, restarted": reason for name, reason in failed.items()}
+            for name, server in servers.items():
+                if name not in failed:
+                    self.report["servers"][name].setdefault("restart_seconds", []).append(server.startup_seconds)
+            if failed:
+                return
+
     def read_memory(self, servers: Mapping[str, VllmServer]) -> None:
         """Record the GPU memory that each server, and all of them, hold now."""
         self.report["gpu_memory_used_bytes"] = bench_servers.gpu_memory_used()
@@ -316,6 +335,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
                         ) from error
                 raise
             bench.read_memory(servers)
+            bench.restart(stack, servers, limit)
     bench.save()
     if not bench.report["cases"]:
         say("nothing was measured: the time limit left no round")

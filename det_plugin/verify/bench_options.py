@@ -63,6 +63,7 @@ class BenchOptions:
     prompts: str | None = None
     server_args: list[str] = field(default_factory=list)
     one_at_a_time: bool = False
+    restarts: int = 0
     check: bool = True
     timeout: float = 600.0
     commit: str | None = None
@@ -108,6 +109,8 @@ class BenchOptions:
                     raise ConfigError(f"--servers: names {name.strip()!r} twice")
                 options.urls[name.strip()] = url.strip()
             options.one_at_a_time = False
+            if options.restarts:
+                raise ConfigError("--restarts: only servers that are started here (--host-only) can be started again")
         else:
             options._read_variants(host_only or "", server_args)
         if any(case.load == "poisson" for case in options.cases()) and options.poisson_rate is None:

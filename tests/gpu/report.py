@@ -5,7 +5,8 @@
 Runs ops_check, attention_check and engine_check (each can be run alone) and writes invariance.json:
 ``{"environment": …, "checks": [{"name", "model", "backend", "comparisons", "mismatches",
 "negative_control_mismatches"}]}``, beside each check's own files and logs.  ``--merge`` only merges the files that
-are there.  Exit code 0: no mismatch and every check ran; 1: a mismatch; 2: a check failed to run.
+are there; ``--take FILE`` first replaces, in the file of that name, the checks that FILE made again (a row then names
+its own commit).  Exit code 0: no mismatch and every check ran; 1: a mismatch; 2: a check failed to run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-FIELDS = ("name", "model", "backend", "comparisons", "mismatches", "negative_control_mismatches")
+FIELDS = ("name", "model", "backend", "comparisons", "mismatches", "negative_control_mismatches", "commit")
 PARTS = {"engine": "engine_invariance.json", "attention": "attention_invariance.json", "ops": "ops_invariance.json"}
 
 
@@ -49,8 +50,19 @@ def merge(folder: pathlib.Path) -> dict:
         document = json.loads(path.read_text())
         environment = environment or document["environment"]
         for check in document["checks"]:
-            checks.append({field: check.get(field) for field in FIELDS})
+            checks.append({field: check[field] for field in FIELDS if field in check})
     return {"environment": environment, "checks": checks}
+
+
+def take(folder: pathlib.Path, newer: pathlib.Path) -> None:
+    """Replace the checks of the file of ``newer``'s name that ``newer`` made again; each then names its commit."""
+    path = folder / newer.name
+    document, other = json.loads(path.read_text()), json.loads(newer.read_text())
+    key = lambda check: (check["name"], check["model"], check["backend"])
+    commit = {"commit": other["environment"].get("commit")}
+    made_again = {key(check): check | commit for check in other["checks"]}
+    document["checks"] = [made_again.pop(key(check), check) for check in document["checks"]] + list(made_again.values())
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> int:
@@ -63,9 +75,12 @@ def main() -> int:
     parser.add_argument("--flashinfer-dims", default="64,128,256", help="head sizes whose FlashInfer module is built")
     parser.add_argument("--only", help="of engine, attention, ops, speed")
     parser.add_argument("--merge", action="store_true", help="merge the files that are there")
+    parser.add_argument("--take", type=pathlib.Path, action="append", default=[], help="newer checks; with --merge")
     parser.add_argument("--commit", help="commit of the source, for the reports")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    for newer in args.take:
+        take(args.out, newer)
     codes = {}
     for name, command in {} if args.merge else commands(args).items():
         started = time.time()
