@@ -275,7 +275,7 @@ def sampler_table(document: dict[str, Any]) -> list[str]:
 def step_table(document: dict[str, Any]) -> list[str]:
     """A decode step's wall time, and under a profiler the processor's share and the wait for the GPU."""
     lines = [
-        "| requests | turn | stock ms | deterministic ms | ratio | stock: host, waiting ms | deterministic: host, waiting ms |",
+        "| requests | turn | stock ms | deterministic ms | ratio | host, waiting ms: stock | deterministic |",
         "|---|---|---|---|---|---|---|",
     ]
     for stock, ours in zip(document["stock"], document["deterministic"], strict=True):

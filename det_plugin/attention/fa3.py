@@ -135,7 +135,7 @@ def load() -> None:
 
 @functools.cache
 def _splits_by_length(layout: Layout, longest: int, device: torch.device) -> torch.Tensor:
-    """int32 ``[longest + slack]``: splits of a row by the keys it sees; one look-up a step in place of seven kernels."""
+    """int32 ``[longest + slack]``: splits of a row by the keys it sees; a look-up in place of seven kernels a step."""
     return layout.splits(torch.arange(longest + _LENGTH_SLACK, dtype=torch.int32, device=device))
 
 
