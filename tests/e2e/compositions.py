@@ -244,7 +244,8 @@ _running: list[Any] = []
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Start one engine as ``job["engine"]`` says, run ``job["compositions"]`` on it; answers and counters.
 
-    ``job["threads"]`` is how many threads it computes with, when that matters.
+    ``job["cores"]`` are the cores that the engine may use and ``job["threads"]`` is how many threads it computes
+    with, when that matters.
     """
     import os
     import sys
@@ -253,6 +254,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if job.get("hide_plugin"):
         hide_plugin()
+    if "cores" in job:
+        os.sched_setaffinity(0, job["cores"])
     import torch
     from vllm import LLM
 

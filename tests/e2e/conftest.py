@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import Probe
+from engine_kit import Probe, take_share_of_cores
 
 from det_plugin.verify.demo import SERVER_ARGS, SERVER_ENV
 from det_plugin.verify.model import NAME, smollm2
@@ -29,6 +29,10 @@ SHARED_SERVERS = ("test_known_holes", "test_restart", "test_sampling_http", "tes
 
 LONGEST = (*SHARED_SERVERS, "test_invariance")
 """Files that start first."""
+
+
+def pytest_sessionstart() -> None:
+    take_share_of_cores()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,39 @@ ENVIRONMENT = {
 SWITCHES = ("DET_PLUGIN_ENABLE", "VLLM_BATCH_INVARIANT", "DET_PLUGIN_REFUSAL_FILE", "VLLM_PLUGINS")
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """This process's environment without any switch of the plugin, and with its share of the cores.
+CORES = frozenset(os.sched_getaffinity(0))
+"""All cores that the tests may use."""
 
-    Threads of several engines on the same cores would wait for each other at the end of every operation.
+TWO_RANKS = "|".join(map(str, sorted(CORES)[:2]))
+"""``VLLM_CPU_OMP_THREADS_BIND`` of an engine of two ranks."""
+
+
+def take_share_of_cores() -> None:
+    """Keep this process, and what it starts, on cores of its own, when pytest-xdist runs several.
+
+    The processes of an engine wait for each other in busy loops, and its threads at the end of every operation: on
+    shared cores, two engines would slow each other down far more than twice.
     """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    if share := sorted(CORES)[number::count]:
+        os.sched_setaffinity(0, share)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """What is started inside may use all cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without any switch of the plugin."""
     inherited = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-        share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        inherited.setdefault("OMP_NUM_THREADS", str(max(share, 1)))
     return {**inherited, **ENVIRONMENT, **extra}
 
 

@@ -90,7 +90,7 @@ FEW = compositions.batches(SEED, 6, (13,))
 
 def on_two_threads(engines, *settings):
     """Answers to a few requests in a batch and alone."""
-    found = engines.run(engines.alone[:6] + FEW, EAGER, CHUNK, NO_CACHE, *settings, threads=2)
+    found = engines.run(engines.alone[:6] + FEW, EAGER, CHUNK, NO_CACHE, *settings, threads=2, cores=sorted(kit.CORES))
     assert found["threads"] == 2
     return found["answers"][6:], [answer[0] for answer in found["answers"][:6]]
 

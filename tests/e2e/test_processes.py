@@ -5,6 +5,7 @@ The control, a stock engine of two ranks, is in ``test_tensor_parallel.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ ARGS = ["--tensor-parallel-size", "2", "--api-server-count", "2", "--max-num-bat
 ARGS += ["--max-model-len", "2048"]
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 ENV = {
-    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_CPU_OMP_THREADS_BIND": kit.TWO_RANKS,
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
@@ -62,7 +63,10 @@ def ask_all(server, bodies, parallel):
 @pytest.fixture(scope="module")
 def alone(make_server, tiny_model, bodies):
     """A deterministic server of two ranks and two API servers, and the answers of requests run alone."""
-    with make_server(deterministic=True, model=tiny_model, extra_args=ARGS, env=ENV, command=SERVE) as server:
+    with contextlib.ExitStack() as stack:
+        with kit.all_cores():
+            server = make_server(deterministic=True, model=tiny_model, extra_args=ARGS, env=ENV, command=SERVE)
+            stack.enter_context(server)
         yield server, ask_all(server, bodies, 1)
 
 
