@@ -24,11 +24,20 @@ MANY = ["--max-num-seqs", "256"]
 TEST_TIMEOUT = 900
 
 
-SHARED_SERVERS = ("test_known_holes", "test_restart", "test_sampling_http", "test_sampling_modes")
-"""Files that use the session's two servers: one process runs them, so that the servers exist once."""
+GROUPS = {
+    "servers": ("test_known_holes", "test_restart", "test_sampling_http", "test_sampling_modes"),
+    "two ranks": ("test_processes", "test_tensor_parallel"),
+}
+"""Files that one process runs: those that use the session's two servers, so that these exist once, and those whose
+engines take two cores."""
 
-LONGEST = (*SHARED_SERVERS, "test_invariance")
-"""Files that start first."""
+FIRST, LAST = (*GROUPS["servers"], "test_invariance"), GROUPS["two ranks"]
+"""The longest files start first; engines that take two cores come when the other process is done, or nearly."""
+
+
+def place(stem: str) -> int:
+    """Where a file stands in the order of files."""
+    return FIRST.index(stem) if stem in FIRST else len(FIRST) + (stem in LAST)
 
 
 def pytest_sessionstart() -> None:
@@ -37,18 +46,18 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything below this folder ``e2e`` and give it a time limit; the longest files first."""
+    """Mark everything below this folder ``e2e``, give it a time limit, and put it in order."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             if item.get_closest_marker("timeout") is None and item.get_closest_marker("soak") is None:
                 item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: place(item.path.stem))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: each file in one process, and all that share the servers in the same one.
+    """With ``-n``: each file in one process, and each group of files in one.
 
     (``--dist loadgroup`` of pytest-xdist 3.8 does nothing under pytest 9.2, and says nothing either.)
     """
@@ -57,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             stem = Path(nodeid.partition("::")[0]).stem
-            return "servers" if stem in SHARED_SERVERS else stem
+            return next((group for group, files in GROUPS.items() if stem in files), stem)
 
     config.option.loadscopereorder = False
     return Files(config, log)
