@@ -29,8 +29,8 @@ for _ in range(20):
     work()
 print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-"""Tensors won't do here: a small block of a tensor's own may come to lie above its data, and while that is in use, or in
-one of malloc's caches, glibc has nothing at the heap's end to give back."""
+"""Tensors won't do here: a small block of a tensor's own may come to lie above its data, and while that is in use,
+or in one of malloc's caches, glibc has nothing at the heap's end to give back."""
 
 
 def run(keep: bool, **environment: str) -> tuple[int, int]:
