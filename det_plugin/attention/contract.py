@@ -7,7 +7,7 @@ For a query row at position ``p`` (0-based, counted from the start of its reques
 over the visible keys ``max(0, p - window + 1) <= j <= p``.  The canonical order is:
 
 1. Keys are cut into blocks of :data:`BLOCK_KEYS`, aligned to position 0, and blocks into segments, also aligned to
-   position 0: of :data:`HEAD_SEGMENT_KEYS` keys in the first :data:`HEAD_KEYS`, of :data:`SEGMENT_KEYS` after them
+   position 0: of :data:`FINE_SEGMENT_KEYS` keys in the first :data:`FINE_KEYS`, of :data:`SEGMENT_KEYS` after them
    (:func:`segment_of`).  Few short requests then still fill a GPU, and long contexts have few partial results.
 2. Inside a segment the blocks are walked upwards with a running maximum ``m``: scores in fp32; weights
    ``exp2(fma(s, c, -m c))`` with ``c = scale * log2(e)``, rounded to the cache's dtype; the fp32 accumulators
@@ -36,12 +36,12 @@ BLOCK_KEYS = 64
 """Keys per block of the canonical order."""
 
 SEGMENT_KEYS = 512
-"""Keys per segment of the canonical order, from position :data:`HEAD_KEYS` on."""
+"""Keys per segment of the canonical order, from position :data:`FINE_KEYS` on."""
 
-HEAD_SEGMENT_KEYS = 128
-"""Keys per segment before position :data:`HEAD_KEYS`."""
+FINE_SEGMENT_KEYS = 128
+"""Keys per segment before position :data:`FINE_KEYS`."""
 
-HEAD_KEYS = 2048
+FINE_KEYS = 2048
 """Where the short segments end; a multiple of both segment lengths."""
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -53,15 +53,15 @@ PAGE_MAX = 1024
 
 def segment_of(key: int) -> int:
     """Number of the segment that holds position ``key``."""
-    if key < HEAD_KEYS:
-        return key // HEAD_SEGMENT_KEYS
-    return HEAD_KEYS // HEAD_SEGMENT_KEYS + (key - HEAD_KEYS) // SEGMENT_KEYS
+    if key < FINE_KEYS:
+        return key // FINE_SEGMENT_KEYS
+    return FINE_KEYS // FINE_SEGMENT_KEYS + (key - FINE_KEYS) // SEGMENT_KEYS
 
 
 def segment_start(number: int) -> int:
     """First position of segment ``number``."""
-    head = HEAD_KEYS // HEAD_SEGMENT_KEYS
-    return number * HEAD_SEGMENT_KEYS if number <= head else HEAD_KEYS + (number - head) * SEGMENT_KEYS
+    fine = FINE_KEYS // FINE_SEGMENT_KEYS
+    return number * FINE_SEGMENT_KEYS if number <= fine else FINE_KEYS + (number - fine) * SEGMENT_KEYS
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import triton.language as tl
 from det_plugin.attention import triton_schedules
 from det_plugin.attention.contract import (
     BLOCK_KEYS,
-    HEAD_KEYS,
-    HEAD_SEGMENT_KEYS,
+    FINE_KEYS,
+    FINE_SEGMENT_KEYS,
     PAGE_MAX,
     PAGE_MULTIPLE,
     SEGMENT_KEYS,
@@ -34,16 +34,16 @@ _ONES = 8  # columns of the block of ones that sums the weights
 
 
 @triton.jit
-def _segment_of(key, HEAD: tl.constexpr, HEAD_SEGMENT: tl.constexpr, SEGMENT: tl.constexpr):
+def _segment_of(key, FINE: tl.constexpr, FINE_SEGMENT: tl.constexpr, SEGMENT: tl.constexpr):
     """:func:`det_plugin.attention.contract.segment_of`."""
-    return tl.where(key < HEAD, key // HEAD_SEGMENT, HEAD // HEAD_SEGMENT + (key - HEAD) // SEGMENT)
+    return tl.where(key < FINE, key // FINE_SEGMENT, FINE // FINE_SEGMENT + (key - FINE) // SEGMENT)
 
 
 @triton.jit
-def _segment_start(number, HEAD: tl.constexpr, HEAD_SEGMENT: tl.constexpr, SEGMENT: tl.constexpr):
+def _segment_start(number, FINE: tl.constexpr, FINE_SEGMENT: tl.constexpr, SEGMENT: tl.constexpr):
     """:func:`det_plugin.attention.contract.segment_start`."""
-    count: tl.constexpr = HEAD // HEAD_SEGMENT
-    return tl.where(number < count, number * HEAD_SEGMENT, HEAD + (number - count) * SEGMENT)
+    count: tl.constexpr = FINE // FINE_SEGMENT
+    return tl.where(number < count, number * FINE_SEGMENT, FINE + (number - count) * SEGMENT)
 
 
 @triton.jit
@@ -185,8 +185,8 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr,
-    HEAD: tl.constexpr,
-    HEAD_SEGMENT: tl.constexpr,
+    FINE: tl.constexpr,
+    FINE_SEGMENT: tl.constexpr,
     ONES: tl.constexpr,
     FEW: tl.constexpr,
     SHARED: tl.constexpr,
@@ -230,8 +230,8 @@ def _paged_attention_kernel(
     lo = 0
     if WINDOW > 0:
         lo = tl.maximum(0, first_pos - WINDOW + 1)
-    seg_lo = _segment_of(lo, HEAD, HEAD_SEGMENT, SEGMENT)
-    segments = _segment_of(hi - 1, HEAD, HEAD_SEGMENT, SEGMENT) + 1 - seg_lo
+    seg_lo = _segment_of(lo, FINE, FINE_SEGMENT, SEGMENT)
+    segments = _segment_of(hi - 1, FINE, FINE_SEGMENT, SEGMENT) + 1 - seg_lo
     z = tl.program_id(1)
     programs = tl.num_programs(1)
     if SHARED:
@@ -263,8 +263,8 @@ def _paged_attention_kernel(
             acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-            seg_begin = tl.maximum(_segment_start(seg, HEAD, HEAD_SEGMENT, SEGMENT), begin)
-            seg_end = tl.minimum(_segment_start(seg + 1, HEAD, HEAD_SEGMENT, SEGMENT), hi)
+            seg_begin = tl.maximum(_segment_start(seg, FINE, FINE_SEGMENT, SEGMENT), begin)
+            seg_end = tl.minimum(_segment_start(seg + 1, FINE, FINE_SEGMENT, SEGMENT), hi)
             for n in range(seg_begin, seg_end, BLOCK_N):
                 acc, m, row_sum = _block(
                     acc,
@@ -356,7 +356,7 @@ def _paged_attention_kernel(
                     SOFTCAP,
                     masked == 1,
                 )
-                if (n + BLOCK_N) % tl.where(n < HEAD, HEAD_SEGMENT, SEGMENT) == 0:
+                if (n + BLOCK_N) % tl.where(n < FINE, FINE_SEGMENT, SEGMENT) == 0:
                     o, m_all, l_all = _fold(o, m_all, l_all, acc, m, tl.max(row_sum, 1), c)
                     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
                     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -526,8 +526,8 @@ def paged_attention(
             BLOCK_M=schedule.block_m,
             BLOCK_N=BLOCK_KEYS,
             SEGMENT=SEGMENT_KEYS,
-            HEAD=HEAD_KEYS,
-            HEAD_SEGMENT=HEAD_SEGMENT_KEYS,
+            FINE=FINE_KEYS,
+            FINE_SEGMENT=FINE_SEGMENT_KEYS,
             ONES=_ONES,
             FEW=few,
             SHARED=split > 1,

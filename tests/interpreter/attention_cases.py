@@ -81,9 +81,9 @@ def launch(b, schedules, shared=False, **kw):
     return out
 
 
-def segments_of(length, head=2048, short=128, long=512):
+def segments_of(length, fine=2048, short=128, long=512):
     """Segments (begin, end) of the contract, written down once more."""
-    return [(n, n + (short if n < head else long)) for n in [*range(0, head, short), *range(head, length, long)]]
+    return [(n, n + (short if n < fine else long)) for n in [*range(0, fine, short), *range(fine, length, long)]]
 
 
 def emulate(q, k, v, scale, block=64, window=0, **sizes):

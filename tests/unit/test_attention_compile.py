@@ -14,8 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from det_plugin.attention import triton_paged  # noqa: E402
-from det_plugin.attention.contract import BLOCK_KEYS, HEAD_KEYS, HEAD_SEGMENT_KEYS, SEGMENT_KEYS  # noqa: E402
+from det_plugin.attention import flashinfer_plan, triton_paged  # noqa: E402
+from det_plugin.attention.contract import BLOCK_KEYS, FINE_KEYS, FINE_SEGMENT_KEYS, SEGMENT_KEYS  # noqa: E402
 from det_plugin.attention.triton_schedules import default_schedules  # noqa: E402
 
 FLOATS = ("c", "pre_scale", "softcap", "inv_sink_scale")
@@ -36,8 +36,8 @@ def compiled(group, kv_heads, dim, page, which, shared, window=0, softcap=False,
         BLOCK_M=schedule.block_m,
         BLOCK_N=BLOCK_KEYS,
         SEGMENT=SEGMENT_KEYS,
-        HEAD=HEAD_KEYS,
-        HEAD_SEGMENT=HEAD_SEGMENT_KEYS,
+        FINE=FINE_KEYS,
+        FINE_SEGMENT=FINE_SEGMENT_KEYS,
         ONES=triton_paged._ONES,
         FEW=which != "many",
         SHARED=shared,
@@ -87,3 +87,19 @@ def test_every_schedule_compiles(group, kv_heads, dim, page):
 def test_options_compile(options):
     for which in ("few", "many"):
         assert compiled(2, 4, 128, 16, which, which == "few", **options).asm["cubin"]
+
+
+def test_the_plan_of_a_decode_step_compiles():
+    kernel = flashinfer_plan._decode_plan_kernel
+    constants = dict(PAGE=16, CHUNK=2048, BLOCK=256)
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else "*u8"
+        if name == "bytes_ptr"
+        else "*i32"
+        if name.endswith("_ptr")
+        else "i32"
+        for name in kernel.arg_names
+    }
+    assert triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["cubin"]

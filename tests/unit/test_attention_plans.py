@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from det_plugin.attention import check_config, fa3, flashinfer
+from det_plugin.attention import check_config, contract, fa3, flashinfer
 from det_plugin.errors import ConfigError, UnsupportedError
 
 LAYOUT = fa3.Layout(32, 8, 128, 16, torch.bfloat16)
@@ -269,3 +269,17 @@ def test_refusals_of_one_backend():
         check_config("flashinfer", **good, sinks=True)
     with pytest.raises(UnsupportedError, match="head size 96"):
         check_config("flashinfer", head_dim=96, dtype="bfloat16")
+
+
+def test_segments_of_the_triton_order_cover_every_position_once():
+    assert contract.FINE_KEYS % contract.SEGMENT_KEYS == contract.FINE_KEYS % contract.FINE_SEGMENT_KEYS == 0
+    assert contract.FINE_SEGMENT_KEYS % contract.BLOCK_KEYS == contract.SEGMENT_KEYS % contract.BLOCK_KEYS == 0
+    for key in range(5000):
+        number = contract.segment_of(key)
+        assert contract.segment_start(number) <= key < contract.segment_start(number + 1)
+
+
+def test_splits_are_looked_up_for_every_length_of_a_batch():
+    table = fa3._splits_by_length(LAYOUT, 1 << (40960).bit_length(), torch.device("cpu"))
+    assert table.tolist() == [int(LAYOUT.splits(n)) for n in range(len(table))]
+    assert len(table) > 40960 + 1000

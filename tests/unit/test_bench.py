@@ -403,6 +403,12 @@ def test_servers_are_started_again(limit, restarts):
     assert run.cut == (restarts == 0)
 
 
+def test_servers_that_were_not_started_here_are_not_started_again():
+    result = invoke("--suite", "cpu", "--servers", "stock=http://localhost:1", "--restarts", 1)
+    assert result.exit_code == 2
+    assert "--restarts" in result.output
+
+
 def test_a_server_that_does_not_start_again_is_told(tmp_path):
     run = bench.Bench(BenchOptions(suite="cpu", restarts=2), lambda _: None)
     servers = {"stock": stand_in("--wait", "0"), "deterministic": stand_in("--wait", "0")}
