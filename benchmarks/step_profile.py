@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIDES = ("stock", "deterministic")
+from kernel_results import SIDES
+
 WAITS = ("synchronize", "wait")
 """Parts of the names of functions that only wait for the GPU."""
 
@@ -102,6 +103,41 @@ def one_side(options: argparse.Namespace) -> None:
     options.out.with_suffix(f".{options.side}.json").write_text(json.dumps(rows))
 
 
+def both_sides(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Start both children, give each its turn; their rows, or None when one failed.  None outlives this call."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--side"]
+    mark = lambda side, what: options.out.with_suffix(f".{side}.{what}")
+
+    def clear() -> None:
+        for side in SIDES:
+            for what in ("ready", "go", "json"):
+                mark(side, what).unlink(missing_ok=True)
+
+    clear()  # of a run that was killed
+    children = {}
+    found: dict[str, Any] = {}
+    try:
+        for side in SIDES:
+            with mark(side, "log").open("w") as log:
+                children[side] = subprocess.Popen([*command, side], stdout=log, stderr=subprocess.STDOUT)
+        while not all(mark(side, "ready").exists() for side in SIDES):
+            if any(child.poll() is not None for child in children.values()):
+                print("an engine did not start; see the logs beside", options.out, file=sys.stderr)
+                return None
+            time.sleep(0.1)
+        for side, child in children.items():
+            mark(side, "go").touch()
+            if child.wait():
+                print(f"{side} failed; see {mark(side, 'log')}", file=sys.stderr)
+                return None
+            found[side] = json.loads(mark(side, "json").read_text())
+    finally:
+        for child in children.values():
+            child.kill()
+        clear()
+    return found
+
+
 def main() -> int:
     """Start both sides, give them their turns, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,27 +151,9 @@ def main() -> int:
     if options.side:
         one_side(options)
         return 0
-    command = [sys.executable, __file__, *sys.argv[1:], "--side"]
-    log = {side: options.out.with_suffix(f".{side}.log").open("w") for side in SIDES}
-    children = {s: subprocess.Popen([*command, s], stdout=log[s], stderr=subprocess.STDOUT) for s in SIDES}
-    mark = lambda side, what: options.out.with_suffix(f".{side}.{what}")
-    while not all(mark(side, "ready").exists() for side in SIDES):
-        if any(child.poll() for child in children.values()):
-            print("an engine did not start; see the logs beside", options.out, file=sys.stderr)
-            for child in children.values():
-                child.kill()
-            return 1
-        time.sleep(0.1)
-    found = {}
-    for side, child in children.items():
-        mark(side, "go").touch()
-        if child.wait():
-            print(f"{side} failed; see {mark(side, 'log')}", file=sys.stderr)
-            return 1
-        found[side] = json.loads(mark(side, "json").read_text())
-    for side in SIDES:
-        for what in ("ready", "go", "json"):
-            mark(side, what).unlink(missing_ok=True)
+    found = both_sides(options)
+    if found is None:
+        return 1
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from det_plugin.evidence.fingerprint import fingerprint
 
