@@ -241,18 +241,12 @@ def plan_decode(
     if buffers is None:
         buffers = make_buffers(reqs, max_context, device)
     ints, last, kv_indptr = buffers.plan[:size], buffers.last_page_len[:reqs], buffers.kv_indptr[: reqs + 1]
-    fill = flashinfer_plan.fill_decode_plan if device.type == "cuda" else flashinfer_plan.fill_decode_plan_reference
+    fill = flashinfer_plan.fill if device.type == "cuda" else flashinfer_plan.fill_reference
+    lengths = (query_start_loc, seq_lens)
     fill(
-        ints,
-        last,
-        kv_indptr,
-        query_start_loc,
-        seq_lens,
-        offsets,
-        chunks=chunks,
-        chunk_keys=CHUNK_KEYS,
-        table_width=table_width,
-        page_size=layout.page_size,
+        flashinfer_plan.DecodePlan(
+            ints, last, kv_indptr, *lengths, offsets, chunks, CHUNK_KEYS, table_width, layout.page_size
+        )
     )
     plan = _plan_vector(layout, offsets, entries, reqs, chunks, True)
     return [Launch(plan, ints, query_start_loc, kv_indptr, last, slice(None))]

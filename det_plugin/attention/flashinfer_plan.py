@@ -1,12 +1,13 @@
 """The plan of a decode batch for FlashInfer's kernel, written on the device.
 
-A plan is integers only.  One kernel writes it in place of some twenty torch operators, which cost a decode step
-0.2 ms of processor time; :func:`fill_decode_plan_reference` says the same in torch.
+A plan is integers only.  One kernel writes it in place of some twenty torch operators, whose processor time every
+decode step would pay; :func:`fill_reference` says the same in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -49,82 +50,77 @@ def _decode_plan_kernel(
         tl.store(indptr_ptr + reqs + req, tl.zeros_like(req) + reqs * table_width, mask=req == 0)
 
 
-def fill_decode_plan(
-    plan: torch.Tensor,
-    last_page_len: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    offsets: Mapping[str, int],
-    *,
-    chunks: int,
-    chunk_keys: int,
-    table_width: int,
-    page_size: int,
-) -> None:
-    """Write the plan of single rows, one per request; requests without a row come last.
+@dataclass(frozen=True)
+class DecodePlan:
+    """A plan to write: single rows, one per request; requests without a row come last.
 
-    Args:
+    Attributes:
         plan: uint8, the packed sections; mutated.
         last_page_len: int32 ``[num_reqs]``, keys beyond ``table_width - 1`` pages; mutated.
         kv_indptr: int32 ``[num_reqs + 1]``, each request's row in the flat block table; mutated.
         query_start_loc: int32 ``[num_reqs + 1]``, starts with 0.
         seq_lens: int32 ``[num_reqs]``.
-        offsets: byte offset of each section, from ``_pack``.
+        offsets: byte offset of each section within ``plan``.
         chunks: most chunks of a request.
         chunk_keys, page_size: keys per chunk and page.
         table_width: pages per row of the block table.
+    """
+
+    plan: torch.Tensor
+    last_page_len: torch.Tensor
+    kv_indptr: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    offsets: Mapping[str, int]
+    chunks: int
+    chunk_keys: int
+    table_width: int
+    page_size: int
+
+
+def fill(p: DecodePlan) -> None:
+    """Write the plan with one kernel.
 
     Raises:
         ImportError: Triton is not installed.
         ValueError: the tensors are not on a CUDA device.
     """
-    require_kernel_device(plan)
-    words = {name: offset // 4 for name, offset in offsets.items()}
-    _decode_plan_kernel[(chunks,)](
-        plan, plan.view(torch.int32), last_page_len, kv_indptr, query_start_loc, seq_lens, len(seq_lens), chunks,
-        table_width, words["request"], words["tile"], words["chunk"], words["o_start"], words["chunk_keys"],
-        words["total_rows"], words["merge_start"], offsets["valid"], PAGE=page_size, CHUNK=chunk_keys,
-        BLOCK=next_power_of_2(len(seq_lens)), num_warps=4,
+    require_kernel_device(p.plan)
+    words = {name: offset // 4 for name, offset in p.offsets.items()}
+    reqs = len(p.seq_lens)
+    _decode_plan_kernel[(p.chunks,)](
+        p.plan, p.plan.view(torch.int32), p.last_page_len, p.kv_indptr, p.query_start_loc, p.seq_lens, reqs, p.chunks,
+        p.table_width, words["request"], words["tile"], words["chunk"], words["o_start"], words["chunk_keys"],
+        words["total_rows"], words["merge_start"], p.offsets["valid"], PAGE=p.page_size, CHUNK=p.chunk_keys,
+        BLOCK=next_power_of_2(reqs), num_warps=4,
     )  # fmt: skip
 
 
-def fill_decode_plan_reference(
-    plan: torch.Tensor,
-    last_page_len: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    offsets: Mapping[str, int],
-    *,
-    chunks: int,
-    chunk_keys: int,
-    table_width: int,
-    page_size: int,
-) -> None:
-    """:func:`fill_decode_plan` in torch, on any device."""
-    reqs, device = len(seq_lens), seq_lens.device
-    entries = reqs * chunks
-    words = plan.view(torch.int32)
+def fill_reference(p: DecodePlan) -> None:
+    """:func:`fill` in torch, on any device."""
+    reqs, device = len(p.seq_lens), p.seq_lens.device
+    entries = reqs * p.chunks
+    words = p.plan.view(torch.int32)
 
     def view(name: str, count: int) -> torch.Tensor:
-        return words[offsets[name] // 4 : offsets[name] // 4 + count]
+        return words[p.offsets[name] // 4 : p.offsets[name] // 4 + count]
 
-    live = query_start_loc[1:] > query_start_loc[:-1]
-    count = torch.where(live, ((seq_lens + chunk_keys - 1) // chunk_keys).clamp(min=1), 0).to(torch.int32)
-    number = torch.arange(chunks, dtype=torch.int32, device=device)
+    live = p.query_start_loc[1:] > p.query_start_loc[:-1]
+    count = torch.where(live, ((p.seq_lens + p.chunk_keys - 1) // p.chunk_keys).clamp(min=1), 0).to(torch.int32)
+    number = torch.arange(p.chunks, dtype=torch.int32, device=device)
     request = torch.arange(reqs, dtype=torch.int32, device=device)
-    view("request", entries).copy_(request[:, None].expand(reqs, chunks).reshape(-1))
+    view("request", entries).copy_(request[:, None].expand(reqs, p.chunks).reshape(-1))
     view("tile", entries).zero_()
-    view("chunk", entries).copy_(number[None, :].expand(reqs, chunks).reshape(-1))
-    plan[offsets["valid"] : offsets["valid"] + entries].copy_((number[None, :] < count[:, None]).reshape(-1))
+    view("chunk", entries).copy_(number[None, :].expand(reqs, p.chunks).reshape(-1))
+    valid = p.plan[p.offsets["valid"] : p.offsets["valid"] + entries]
+    valid.copy_((number[None, :] < count[:, None]).reshape(-1))
     for name in ("o_start", "merge_start"):
         starts = view(name, reqs + 1)
         starts[:1].zero_()
         starts[1:].copy_(torch.cumsum(count, 0))
-    if chunks == 1:
-        view("o_start", reqs + 1).copy_(query_start_loc)
-    view("chunk_keys", 1).fill_(chunk_keys)
-    view("total_rows", 1).copy_(query_start_loc[-1:])
-    last_page_len.copy_(seq_lens - (table_width - 1) * page_size)
-    kv_indptr.copy_(torch.arange(reqs + 1, dtype=torch.int32, device=device) * table_width)
+    if p.chunks == 1:
+        view("o_start", reqs + 1).copy_(p.query_start_loc)
+    view("chunk_keys", 1).fill_(p.chunk_keys)
+    view("total_rows", 1).copy_(p.query_start_loc[-1:])
+    p.last_page_len.copy_(p.seq_lens - (p.table_width - 1) * p.page_size)
+    p.kv_indptr.copy_(torch.arange(reqs + 1, dtype=torch.int32, device=device) * p.table_width)

@@ -15,15 +15,14 @@ def plans(starts, lengths, max_context, page=16, chunk_keys=flashinfer.CHUNK_KEY
     reqs, chunks = len(lengths), max(1, -(-max_context // chunk_keys))
     offsets, size = flashinfer._pack(flashinfer._decode_sections(reqs, chunks))
     found = []
-    for write in (flashinfer_plan.fill_decode_plan, flashinfer_plan.fill_decode_plan_reference):
+    for write in (flashinfer_plan.fill, flashinfer_plan.fill_reference):
         out = (
             torch.full((size,), fill, dtype=torch.uint8),
             torch.full((reqs,), fill, dtype=torch.int32),
             torch.full((reqs + 1,), fill, dtype=torch.int32),
         )
         args = [torch.tensor(x, dtype=torch.int32) for x in (starts, lengths)]
-        kinds = dict(chunks=chunks, chunk_keys=chunk_keys, table_width=WIDTH, page_size=page)
-        write(*out, *args, offsets, **kinds)
+        write(flashinfer_plan.DecodePlan(*out, *args, offsets, chunks, chunk_keys, WIDTH, page))
         found.append(out)
     return found
 
