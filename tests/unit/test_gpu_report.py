@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
 
-SOURCE = pathlib.Path(__file__).resolve().parents[1] / "gpu" / "report.py"
-spec = importlib.util.spec_from_file_location("gpu_report", SOURCE)
-report = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(report)
+import report
 
 
 def check(backend, name="neighbours", comparisons=5, **more):
