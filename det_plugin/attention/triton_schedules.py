@@ -47,9 +47,9 @@ SCARCE_TILES = 128
 def default_schedules(head_dim: int, group: int, page_size: int = 16) -> Schedules:
     """Schedules for a head size, a number of query heads per key head, and a page size.
 
-    Measured on an H200 with 32 query and 8 key heads of 128: four warps take 8.9 us where two take 12.2 for one request
-    of 640 keys, and two beat four once the GPU is full; tiles of 64 rows beat 128 where a key block lies in one
-    page, and lose where each key looks up its page.
+    Measured on an H200 with 32 query and 8 key heads of 128: four warps beat two while tiles are scarce, and two
+    beat four once the GPU is full; tiles of 64 rows beat 128 where a key block lies in one page, and lose where each
+    key looks up its page.
     """
     rows = 16 if group <= 16 else 32 if group <= 32 else 64
     warps = 2 if rows == 16 else 4
