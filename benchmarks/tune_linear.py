@@ -5,7 +5,8 @@
 For each (N, K) of the listed models and each row count: microseconds per call under CUDA graph replay with
 rotated weights, for stock cuBLAS, for cuBLASLt without split-K (the heuristic's first choices) and for each
 tile, and whether the schedule's bits equal the canonical tile's.  Writes FOLDER/tune_linear.json; with
-``--table`` FOLDER/<gpu>.json, to be put into det_plugin/ops/tuning.
+``--table`` FOLDER/<gpu>.json, to be put into det_plugin/ops/tuning: with ``--rows`` the committed table's choices
+for larger row counts stay.
 """
 
 import argparse
@@ -19,10 +20,25 @@ import torch
 from torch.nn.functional import linear as stock_linear
 
 from det_plugin.evidence.certificates import first_difference
-from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear
+from det_plugin.ops.linear_cuda import TABLES, LinearDispatcher, canonical_linear
 from det_plugin.ops.linear_plan import bind_cublaslt, certification_data
-from det_plugin.ops.linear_schedules import CANONICAL, Tile, bind_tile, run_tile, table_key, table_path
-from det_plugin.ops.linear_tuning import graph_time, merge_intervals, rotating_weights, save_table
+from det_plugin.ops.linear_schedules import (
+    CANONICAL,
+    Tile,
+    bind_tile,
+    load_tables,
+    run_tile,
+    table_key,
+    table_path,
+)
+from det_plugin.ops.linear_tuning import (
+    INTERVALS,
+    POINTS,
+    graph_time,
+    merge_intervals,
+    rotating_weights,
+    save_table,
+)
 
 SHAPES = {
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
@@ -35,20 +51,27 @@ SHAPES = {
 }
 """(N, K) of the fused QKV, attention output, fused gate and up, down projection, and lm_head."""
 
-SMALL = [
-    "pointer-16x32x128-w4-s4",
-    "pointer-16x64x128-w4-s4",
-    "pointer-16x16x256-w4-s4",
-    "pointer-16x32x256-w4-s3",
-    "tma-16x16x256-w4-s4",
-    "tma-16x32x128-w4-s6",
-    "tma-16x32x256-w4-s4",
+EIGHT = [
+    "swap-8x16x512-w1-s4",
+    "swap-8x32x256-w2-s4",
+    "swap-8x32x512-w2-s5",
+    "swap-8x64x256-w4-s3",
+    "swap-8x64x256-w4-s6",
+    "swap-8x128x128-w4-s6",
     "tma-16x64x128-w4-s5",
-    "tma-16x64x256-w4-s3",
-    "swap-16x64x64-w4-s8",
+]
+SIXTEEN = [
+    "swap-16x32x256-w2-s4",
     "swap-16x64x128-w4-s6",
+    "swap-16x64x128-w4-s10",
     "swap-16x64x256-w4-s4",
+    "swap-16x64x256-w4-s5",
     "swap-16x128x128-w8-s4",
+    "tma-16x64x256-w4-s3",
+]
+THIRTY_TWO = [
+    "swap-32x32x256-w2-s6",
+    "swap-32x64x256-w4-s4",
 ]
 MIDDLE = [
     "tma-32x32x128-w4-s5",
@@ -73,9 +96,9 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 def tiles_for(m: int) -> list[str]:
     """Tiles worth measuring at ``m`` rows."""
     if m <= 16:
-        return SMALL
+        return [*EIGHT, *SIXTEEN] if m <= 8 else SIXTEEN
     if m <= 64:
-        return [*SMALL[5:13], *MIDDLE] if m == 32 else [*MIDDLE, "swap-16x64x128-w4-s6"]
+        return [*SIXTEEN, *THIRTY_TWO, *MIDDLE] if m == 32 else [*MIDDLE, "swap-16x64x128-w4-s6"]
     if m <= 256:
         return [*MIDDLE[2:], *LARGE]
     return LARGE
@@ -105,7 +128,7 @@ def compile_tiles(names: list[str]) -> None:
 
 def compile_in_parallel(workers: int = 14) -> None:
     """:func:`compile_tiles` for all candidates, in processes of their own."""
-    names = sorted({*SMALL, *MIDDLE, *LARGE, CANONICAL[torch.bfloat16].name})
+    names = sorted({*EIGHT, *SIXTEEN, *THIRTY_TWO, *MIDDLE, *LARGE, CANONICAL[torch.bfloat16].name})
     jobs = [
         subprocess.Popen([sys.executable, __file__, "--compile", *names[i::workers]])
         for i in range(workers)
@@ -159,6 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     parser.add_argument("--no-vendor", action="store_true", help="leave cuBLASLt out")
     parser.add_argument("--compile", nargs="*")
     arguments = parser.parse_args()
@@ -191,10 +215,10 @@ def main() -> None:
                 "none": [m for m, found in firsts.items() if not found],
             }
         weights = rotating_weights(n, k, torch.bfloat16, device)
-        rows = [m for m in ROWS if m * n <= 2**27]
+        rows = [m for m in arguments.rows if m * n <= 2**27]
         data = certification_data(max(rows), n, k, torch.bfloat16, False, device)
         for m in rows:
-            count = 6 if n < 100000 and m in (1, 16, 64, 128, 256, 1024) else 1
+            count = 6 if n < 100000 and m in (*INTERVALS, *POINTS) else 1
             results.append(measure(m, n, k, problem, weights, data, count))
         del weights, data
         torch.cuda.empty_cache()
@@ -213,12 +237,15 @@ def main() -> None:
             f"lt {r['times'].get(r['vendor']) or 0:8.1f} best {times[winner]:8.1f} {winner}"
             f"{'' if all(v is True for v in r['equal'].values()) else ' DIFFERS'}"
         )
-        name = "cublaslt" if winner.startswith("cublaslt") else winner
+        name = "cublaslt" if winner == r["vendor"] else winner
         best.setdefault(table_key(torch.bfloat16, r["n"], r["k"]), []).append((r["m"], name))
     if arguments.table:
         gpu = torch.cuda.get_device_name()
+        committed = load_tables(table_path(TABLES, gpu))
         for key, rows in best.items():
-            save_table(table_path(arguments.out, gpu), gpu, key, merge_intervals(rows))
+            larger = [row for row in committed.get(key, ()) if row[0] is None or row[0] > rows[-1][0]]
+            merged = merge_intervals([*rows, *(larger if arguments.rows != ROWS else ())])
+            save_table(table_path(arguments.out, gpu), gpu, key, merged)
     print(f"{time.monotonic() - begin:.1f} s")
 
 

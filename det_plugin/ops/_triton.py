@@ -5,6 +5,7 @@ there raises ImportError.
 """
 
 import os
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,24 @@ def require_kernel_device(x: torch.Tensor) -> None:
         raise ImportError("triton is not installed: install det-plugin[cuda]")
     if not x.is_cuda and not INTERPRET:
         raise ValueError(f"x: got device {x.device}, expected a CUDA device")
+
+
+@cache
+def can_overlap(device: int | None) -> bool:
+    """Whether a kernel may be launched before the one ahead of it has ended (compute capability 9.0 and above)."""
+    return not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """First statement of a kernel that is launched with ``launch_pdl=OVERLAP``.
+
+    Waits until the kernels ahead have ended and their results are visible, then lets the next kernel be launched: what
+    overlaps is launching, never work.  Source: CUDA programming guide, programmatic dependent launch.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def tree_sum_reference(v: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from det_plugin.ops._triton import HAVE_TRITON, INTERPRET, cdiv, tl, triton
+from det_plugin.ops._triton import HAVE_TRITON, INTERPRET, begin, can_overlap, cdiv, tl, triton
 from det_plugin.ops.blocked_sum import SUM_BLOCK
 
 if HAVE_TRITON:
@@ -216,12 +216,14 @@ def _linear_tma_kernel(
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """As :func:`_linear_pointer_kernel`, operands brought by the bulk copy engine (zeros beyond the edges).
 
     SWAP computes the transposed tile, so that the matrix unit's long side runs along the weight's rows.
     PERSISTENT: each program takes every num_programs-th tile.
     """
+    begin(OVERLAP)
     pid = tl.program_id(0)
     if PERSISTENT:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -284,6 +286,7 @@ def run_tile(
     blocks = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     widen = INTERPRET and x.dtype == torch.bfloat16
     head = (tile.block_m, tile.block_n, tile.block_k, GROUP_M)
+    overlap = tile.kind != "pointer" and can_overlap(x.device.index)
     arguments: tuple[Any, ...]
     constants: tuple[Any, ...]
     if tile.kind == "pointer":
@@ -308,14 +311,16 @@ def run_tile(
             TensorDescriptor(w, w.shape, w.stride(), [tile.block_n, tile.block_k]),
             bias_arg, y, m, n, k,
         )  # fmt: skip
-        constants = (*head, has_bias, tile.kind == "swap", persistent, widen)
+        constants = (*head, has_bias, tile.kind == "swap", persistent, widen, overlap)
     key = _specialisation(tile, x, w, bias_arg, y, strides)
     found = _compiled.get(key)
     if found is not None:
         runner = found[grid]
         runner(*arguments, *constants)
         return runner, constants
-    made = kernel[grid](*arguments, *constants, num_warps=tile.warps, num_stages=tile.stages)
+    made = kernel[grid](
+        *arguments, *constants, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap
+    )  # fmt: skip
     if INTERPRET:
         return None, constants
     _compiled[key] = made

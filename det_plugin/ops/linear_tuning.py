@@ -41,8 +41,9 @@ def candidates(dtype: torch.dtype, n: int, k: int) -> set[str]:
         }
     if torch.cuda.get_device_capability()[0] == 9 and n * dtype.itemsize % 16 == k * dtype.itemsize % 16 == 0:
         return {
-            "swap-16x64x128-w4-s6",
-            "swap-16x64x256-w4-s4",
+            "swap-8x32x256-w2-s4",
+            "swap-8x64x256-w4-s6",
+            "swap-16x64x256-w4-s5",
             "swap-16x128x128-w8-s4",
             "tma-16x64x256-w4-s3",
             "swap-32x64x128-w4-s5",

@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-from det_plugin.ops._triton import cdiv, next_power_of_2, require_kernel_device, tl, tree_sum, triton
+from det_plugin.ops._triton import (
+    begin,
+    can_overlap,
+    cdiv,
+    next_power_of_2,
+    require_kernel_device,
+    tl,
+    tree_sum,
+    triton,
+)
 from det_plugin.ops.rms_norm import DTYPES, rms_norm_reference
 
 CONTRACTIONS = ("first", "second", "none")
@@ -81,9 +90,10 @@ def _qk_norm_rope_kernel(
     qkv_ptr, position_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, k_ptr,
     rows, qkv_stride, cos_sin_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, LOG2_LANES: tl.constexpr,
-    HALF: tl.constexpr, ROWS: tl.constexpr, CONTRACTION: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, CONTRACTION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS heads per program; row r is head r % (HEADS + KV_HEADS) of token r // (HEADS + KV_HEADS)."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     token = row // (HEADS + KV_HEADS)
@@ -157,12 +167,13 @@ def qk_norm_rope_kernel(
     if rows:
         lanes = next_power_of_2(size)
         per_program = max(1, 1024 // lanes)
+        overlap = can_overlap(qkv.device.index)
         _qk_norm_rope_kernel[(cdiv(rows, per_program),)](
             qkv, positions, q_weight.contiguous(), k_weight.contiguous(), cos_sin, queries, keys,
             rows, qkv.stride(0), cos_sin.stride(0), eps,
             HEADS=num_heads, KV_HEADS=num_kv_heads, N=size, LANES=lanes, LOG2_LANES=lanes.bit_length() - 1,
             HALF=next_power_of_2(size // 2), ROWS=per_program, CONTRACTION=CONTRACTIONS.index(contraction),
-            num_warps=4, enable_fp_fusion=False,
+            OVERLAP=overlap, num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
         )  # fmt: skip
     return queries, keys
 

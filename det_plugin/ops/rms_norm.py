@@ -16,6 +16,8 @@ Contract
 import torch
 
 from det_plugin.ops._triton import (
+    begin,
+    can_overlap,
     cdiv,
     next_power_of_2,
     require_kernel_device,
@@ -87,8 +89,10 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ROWS rows per program; row r of the flattened x lies at (r // inner, r % inner); the rest is contiguous."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     x_row = (row // inner * x_outer_stride + row % inner * x_inner_stride)[:, None]
@@ -161,6 +165,7 @@ def _launch(
     lanes = min(next_power_of_2(n), MAX_LANES)
     per_program = max(1, 1024 // lanes)
     x, inner, x_outer, x_inner = _as_rows(x)
+    overlap = can_overlap(x.device.index)
     _rms_norm_kernel[(cdiv(rows, per_program),)](
         x,
         x if residual is None else residual.contiguous(),
@@ -179,8 +184,10 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,
         WEIGHT_OFFSET=float(weight_offset),
+        OVERLAP=overlap,
         num_warps=max(4, min(16, lanes * per_program // 512)),
         enable_fp_fusion=False,
+        launch_pdl=overlap,
     )
     return y, total
 

@@ -105,13 +105,15 @@ def test_control_a_zero_that_the_compiler_sees_joins_the_sums():
     [
         "tma-16x32x128-w4-s5",
         "tma-128x128x64-w8-s3",
+        "swap-8x32x256-w2-s4",
+        "swap-8x64x256-w4-s6",
         "swap-16x64x128-w4-s5",
         "swap-32x64x128-w4-s4",
         "persistent-128x256x64-w8-s3",
     ],
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_bulk_copy_tiles(name, dtype):
+@pytest.mark.parametrize(("dtype", "overlap"), [("bf16", True), ("bf16", False), ("fp16", True)])
+def test_bulk_copy_tiles(name, dtype, overlap):
     tile = linear_schedules.Tile.parse(name)
     types = {
         "x_desc": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>",
@@ -121,25 +123,36 @@ def test_bulk_copy_tiles(name, dtype):
     constants = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": 8,
         "HAS_BIAS": True, "SWAP": tile.kind == "swap", "PERSISTENT": tile.kind == "persistent",
-        "WIDEN": False,
+        "WIDEN": False, "OVERLAP": overlap,
     }  # fmt: skip
     compiled = compile_kernel(
-        linear_schedules._linear_tma_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages
-    )
+        linear_schedules._linear_tma_kernel, types, constants,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
+    )  # fmt: skip
     ptx = compiled.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
-    assert ("wgmma" in ptx) == (tile.kind == "swap" or tile.block_m >= 64)
+    assert ("wgmma" in ptx) == (tile.warps >= 4 and (tile.kind == "swap" or tile.block_m >= 64))
+    check_overlap(ptx, overlap)
+
+
+def check_overlap(ptx, overlap):
+    """A kernel that may be launched early waits before it reads or writes memory; others do not wait."""
+    assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == int(overlap)
+    if overlap:
+        ahead = ptx[: ptx.index("griddepcontrol.wait")]
+        assert not re.search(r"\b(ld\.global|st\.global|cp\.async)", ahead)
 
 
 @pytest.mark.parametrize("width", [128, 576, 4096, 12288])
-@pytest.mark.parametrize("fused", [False, True])
-def test_rms_norm(width, fused):
+@pytest.mark.parametrize(("fused", "overlap"), [(False, True), (True, True), (True, False)])
+def test_rms_norm(width, fused, overlap):
     lanes = min(triton.next_power_of_2(width), rms_norm.MAX_LANES)
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), "*bf16:16")
     types |= {"x_outer_stride": "i32:16", "rows": "i32", "x_inner_stride": "i32:16", "eps": "fp32"}
     constants = {
         "inner": 1, "N": width, "LANES": lanes, "LOG2_LANES": lanes.bit_length() - 1,
         "ROWS": max(1, 1024 // lanes), "HAS_RESIDUAL": fused, "HAS_WEIGHT": True, "WEIGHT_OFFSET": 0.0,
+        "OVERLAP": overlap,
     }  # fmt: skip
     compiled = compile_kernel(
         rms_norm._rms_norm_kernel,
@@ -147,8 +160,10 @@ def test_rms_norm(width, fused):
         constants,
         num_warps=max(4, min(16, lanes // 512)),
         enable_fp_fusion=False,
+        launch_pdl=overlap,
     )
     assert "ld.global.v4" in compiled.asm["ptx"]
+    check_overlap(compiled.asm["ptx"], overlap)
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -171,8 +186,8 @@ def test_mean():
 
 
 @pytest.mark.parametrize("contraction", [0, 1, 2])
-@pytest.mark.parametrize("size", [64, 96, 128])
-def test_qk_norm_rope(size, contraction):
+@pytest.mark.parametrize(("size", "overlap"), [(64, True), (96, True), (128, True), (128, False)])
+def test_qk_norm_rope(size, overlap, contraction):
     lanes = 1 << (size - 1).bit_length()
     pointers = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "q_ptr", "k_ptr")
     types = dict.fromkeys(pointers, "*bf16:16") | {"position_ptr": "*i64:16", "rows": "i32", "eps": "fp32"}
@@ -180,9 +195,12 @@ def test_qk_norm_rope(size, contraction):
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "N": size, "LANES": lanes, "LOG2_LANES": lanes.bit_length() - 1,
         "HALF": lanes // 2, "ROWS": 1024 // lanes, "CONTRACTION": contraction,
+        "OVERLAP": overlap,
     }  # fmt: skip
     kernel = qk_norm_rope._qk_norm_rope_kernel
-    ptx = compile_kernel(kernel, types, constants, num_warps=4, enable_fp_fusion=False).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": overlap}
+    ptx = compile_kernel(kernel, types, constants, **options).asm["ptx"]
+    check_overlap(ptx, overlap)
     squares = 1024 // 128  # per thread: the norm's own fused additions
     pairs = (1024 // 128) // 2
     assert ptx.count("fma.rn.f32") == squares + (0 if contraction == 2 else 2 * pairs)
