@@ -57,6 +57,41 @@ def require_kernel_device(x: torch.Tensor) -> None:
         raise ValueError(f"x: got device {x.device}, expected a CUDA device")
 
 
+_launched: dict[tuple, Any] = {}
+
+
+def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple, constants: tuple, **options) -> Any:
+    """Launch a kernel by its compiled form, if a call with the same ``key`` went before: Triton's own look-up, which
+    inspects every argument, costs tens of microseconds.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        key: all that its compiled form depends on: device, constants, dtypes, which addresses are multiples of 16
+            bytes (:func:`multiples`), and values of integers (strides) except ``do_not_specialize`` ones below 2**31.
+        grid: programs in x, y, z.
+        arguments, constants: in the order of its signature; constants come last.
+        options: ``num_warps`` and the like, for the first launch.
+
+    Returns:
+        Its launcher for this grid, which takes ``(*arguments, *constants, stream=)``; None under the interpreter.
+    """
+    found = _launched.get(key)
+    if found is None:
+        found = kernel[grid](*arguments, *constants, **options)
+        if INTERPRET:
+            return None
+        _launched[key] = found
+        return found[grid]
+    runner = found[grid]
+    runner(*arguments, *constants)
+    return runner
+
+
+def multiples(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Which tensors begin at a multiple of 16 bytes: Triton compiles other loads for those that do not."""
+    return tuple(t.data_ptr() & 15 == 0 for t in tensors)
+
+
 @cache
 def can_overlap(device: int | None) -> bool:
     """Whether a kernel may be launched before the one ahead of it has ended (compute capability 9.0 and above)."""

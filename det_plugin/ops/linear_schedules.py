@@ -23,7 +23,17 @@ from typing import Any
 
 import torch
 
-from det_plugin.ops._triton import HAVE_TRITON, INTERPRET, begin, can_overlap, cdiv, tl, triton
+from det_plugin.ops._triton import (
+    HAVE_TRITON,
+    INTERPRET,
+    begin,
+    can_overlap,
+    cdiv,
+    launch,
+    multiples,
+    tl,
+    triton,
+)
 from det_plugin.ops.blocked_sum import SUM_BLOCK
 
 if HAVE_TRITON:
@@ -239,10 +249,6 @@ def _linear_tma_kernel(
         )  # fmt: skip
 
 
-_compiled: dict[tuple, Any] = {}
-"""Compiled kernels by everything their specialisation depends on: saves the launcher's own look-up."""
-
-
 def aligned(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether vendor kernels and the bulk copy engine can read both operands in place (16-byte rows)."""
     size = x.element_size()
@@ -251,11 +257,6 @@ def aligned(x: torch.Tensor, w: torch.Tensor) -> bool:
         and x.stride(1) == 1
         and w.stride(1) == 1
     )
-
-
-def _specialisation(tile: Tile, x, w, bias, y, strides: tuple[int, ...]) -> tuple:
-    addresses = tuple(t.data_ptr() % 16 == 0 for t in (x, w, y, bias))
-    return (tile, x.device.index, x.dtype, bias is y, w.shape[-2], x.shape[-1], strides, addresses)
 
 
 def run_tile(
@@ -312,19 +313,11 @@ def run_tile(
             bias_arg, y, m, n, k,
         )  # fmt: skip
         constants = (*head, has_bias, tile.kind == "swap", persistent, widen, overlap)
-    key = _specialisation(tile, x, w, bias_arg, y, strides)
-    found = _compiled.get(key)
-    if found is not None:
-        runner = found[grid]
-        runner(*arguments, *constants)
-        return runner, constants
-    made = kernel[grid](
-        *arguments, *constants, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap
+    key = (
+        tile, x.device.index, x.dtype, has_bias, n, k, strides, multiples(x, w, y, bias_arg)
     )  # fmt: skip
-    if INTERPRET:
-        return None, constants
-    _compiled[key] = made
-    return made[grid], constants
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlap}
+    return launch(kernel, key, grid, arguments, constants, **options), constants
 
 
 def bind_tile(tile: Tile, m: int, n: int, k: int, otherwise: Callable[..., None] | None = None) -> Callable[..., None]:

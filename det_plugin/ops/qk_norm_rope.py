@@ -24,6 +24,8 @@ from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    launch,
+    multiples,
     next_power_of_2,
     require_kernel_device,
     tl,
@@ -85,7 +87,7 @@ def _rotate(a, b, cos, sin, CONTRACTION: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _qk_norm_rope_kernel(
     qkv_ptr, position_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, k_ptr,
     rows, qkv_stride, cos_sin_stride, eps,
@@ -168,12 +170,19 @@ def qk_norm_rope_kernel(
         lanes = next_power_of_2(size)
         per_program = max(1, 1024 // lanes)
         overlap = can_overlap(qkv.device.index)
-        _qk_norm_rope_kernel[(cdiv(rows, per_program),)](
-            qkv, positions, q_weight.contiguous(), k_weight.contiguous(), cos_sin, queries, keys,
-            rows, qkv.stride(0), cos_sin.stride(0), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, N=size, LANES=lanes, LOG2_LANES=lanes.bit_length() - 1,
-            HALF=next_power_of_2(size // 2), ROWS=per_program, CONTRACTION=CONTRACTIONS.index(contraction),
-            OVERLAP=overlap, num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
+        q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
+        pointers = (qkv, positions, q_weight, k_weight, cos_sin, queries, keys)
+        strides = (qkv.stride(0), cos_sin.stride(0))
+        constants = (
+            num_heads, num_kv_heads, size, lanes, lanes.bit_length() - 1, next_power_of_2(size // 2), per_program,
+            CONTRACTIONS.index(contraction), overlap,
+        )  # fmt: skip
+        dtypes = (qkv.dtype, q_weight.dtype, k_weight.dtype, cos_sin.dtype)
+        key = ("qk_norm_rope", qkv.device.index, constants, dtypes, strides, rows < 2**31, multiples(*pointers))
+        launch(
+            _qk_norm_rope_kernel, key,
+            (cdiv(rows, per_program), 1, 1), (*pointers, rows, *strides, eps), constants,
+            num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
         )  # fmt: skip
     return queries, keys
 

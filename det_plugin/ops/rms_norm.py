@@ -19,6 +19,8 @@ from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    launch,
+    multiples,
     next_power_of_2,
     require_kernel_device,
     tl,
@@ -70,7 +72,7 @@ def fused_add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, weight_offset), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -166,29 +168,21 @@ def _launch(
     per_program = max(1, 1024 // lanes)
     x, inner, x_outer, x_inner = _as_rows(x)
     overlap = can_overlap(x.device.index)
-    _rms_norm_kernel[(cdiv(rows, per_program),)](
-        x,
-        x if residual is None else residual.contiguous(),
-        x if weight is None else weight.contiguous(),
-        y,
-        total,
-        rows,
-        inner,
-        x_outer,
-        x_inner,
-        eps,
-        N=n,
-        LANES=lanes,
-        LOG2_LANES=lanes.bit_length() - 1,
-        ROWS=per_program,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        WEIGHT_OFFSET=float(weight_offset),
-        OVERLAP=overlap,
-        num_warps=max(4, min(16, lanes * per_program // 512)),
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
-    )
+    other = x if residual is None else residual.contiguous()
+    scale = x if weight is None else weight.contiguous()
+    key = (
+        "rms_norm", x.device.index, x.dtype, scale.dtype, n, inner, x_outer, x_inner, rows < 2**31,
+        residual is None, weight is None, weight_offset, multiples(x, other, scale, y, total),
+    )  # fmt: skip
+    launch(
+        _rms_norm_kernel, key, (cdiv(rows, per_program), 1, 1),
+        (x, other, scale, y, total, rows, inner, x_outer, x_inner, eps),
+        (
+            n, lanes, lanes.bit_length() - 1, per_program,
+            residual is not None, weight is not None, float(weight_offset), overlap,
+        ),
+        num_warps=max(4, min(16, lanes * per_program // 512)), enable_fp_fusion=False, launch_pdl=overlap,
+    )  # fmt: skip
     return y, total
 
 

@@ -12,7 +12,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -25,6 +26,9 @@ Load = Literal["decode", "prefill", "context", "poisson"]
 
 STREAM_INTERVAL = 32
 """Tokens per chunk of a streamed answer after its first token."""
+
+BEAT_SECONDS = 0.005
+"""How often a pass looks whether this process's event loop still turns."""
 
 TTFT, TPOT = "time to first token", "time per output token"
 RATE_UNITS = {"decode": "output tokens/s", "prefill": "prompt tokens/s", "context": "output tokens/s"}
@@ -231,15 +235,35 @@ async def measure(
         return {case.name: tokens / (time.perf_counter() - started)}
     bodies = [_body(client, text, case.new_tokens, client.fresh_salt()) for text in texts]
     started = time.perf_counter()
-    timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
+    async with longest_pause() as pause:
+        timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - started
     client.latest = {
+        "longest_client_pause": round(max(pause), 4),
         "ended_at": [round(percentile([t.last - started for t in timings], p), 4) for p in range(0, 101, 10)],
         "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
     }
     tokens = case.concurrent * (case.prompt_tokens if case.load == "prefill" else case.new_tokens)
     row: Values = {case.name: tokens / seconds}
     return row if case.load == "prefill" else row | latencies(case.name, timings)
+
+
+@asynccontextmanager
+async def longest_pause() -> AsyncIterator[list[float]]:
+    """Seconds that each turn of this process's own event loop came too late: answers cannot be seen in between."""
+    late = [0.0]
+
+    async def beat() -> None:
+        while True:
+            due = time.perf_counter() + BEAT_SECONDS
+            await asyncio.sleep(BEAT_SECONDS)
+            late.append(time.perf_counter() - due)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield late
+    finally:
+        task.cancel()
 
 
 def _body(client: BenchClient, prompt: list[int], new_tokens: int, salt: str) -> bytes:
@@ -273,4 +297,14 @@ async def _poisson(client: BenchClient, plan: Sequence[Arrival], case: Case) -> 
         await asyncio.sleep(max(0.0, started + arrival.at - time.perf_counter()))
         return await client.timed(body, tokens=arrival.new_tokens)
 
-    return latencies(case.name, await gather(one(a, b) for a, b in zip(plan, bodies, strict=True)))
+    async with longest_pause() as pause:
+        timings = await gather(one(a, b) for a, b in zip(plan, bodies, strict=True))
+    client.latest = {
+        "longest_client_pause": round(max(pause), 4),
+        "slowest_first_tokens_at": [
+            [round(t.sent - started, 3), round(t.first - t.sent, 4)]
+            for t in sorted(timings, key=lambda t: t.sent - t.first)[:10]
+        ],
+        "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
+    }
+    return latencies(case.name, timings)

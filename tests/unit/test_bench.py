@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +22,15 @@ from det_plugin.cli import app
 from det_plugin.errors import ConfigError
 from det_plugin.verify import bench, bench_report, bench_servers
 from det_plugin.verify.bench_client import BenchClient, Timing
-from det_plugin.verify.bench_load import Case, RandomPrompts, arrivals, latencies, percentile, poisson_rate
+from det_plugin.verify.bench_load import (
+    Case,
+    RandomPrompts,
+    arrivals,
+    latencies,
+    longest_pause,
+    percentile,
+    poisson_rate,
+)
 from det_plugin.verify.bench_options import BenchOptions
 from det_plugin.verify.client import ServerFailureError
 from det_plugin.verify.server import VllmServer
@@ -284,7 +293,23 @@ def test_gpu_suite_over_running_servers(tmp_path, model, monkeypatch):
         assert facts["ended_at"] == sorted(facts["ended_at"])
         assert facts["decode_seconds"] > 0
         assert facts["decode_seconds_in_engine"] is None  # no /metrics
+        assert 0 <= facts["longest_client_pause"] < 60
+    for facts in data["passes"]["deterministic@TRITON_ATTN"]["mixed arrivals"]:
+        late = [first for _, first in facts["slowest_first_tokens_at"]]
+        assert late == sorted(late, reverse=True)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_pause_of_the_client_is_seen():
+    async def stop(seconds):
+        async with longest_pause() as pause:
+            await asyncio.sleep(0.03)
+            time.sleep(seconds)  # the event loop stands still
+            await asyncio.sleep(0.03)
+        return max(pause)
+
+    assert asyncio.run(stop(0.4)) > 0.35
+    assert asyncio.run(stop(0.0)) < 0.35
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path, model):
@@ -533,6 +558,7 @@ def test_tables_and_plot_show_a_merged_file(tmp_path):
 def test_without_rich_and_matplotlib_the_table_is_plain(tmp_path):
     program = """
 import sys
+import time
 sys.modules["rich"] = sys.modules["matplotlib"] = sys.modules["platformdirs"] = None
 sys.modules["rich.console"] = sys.modules["rich.table"] = None
 from det_plugin.verify import bench
