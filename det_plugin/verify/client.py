@@ -18,6 +18,7 @@ import httpx
 from det_plugin.config import INT64_MAX
 from det_plugin.errors import DetPluginError
 from det_plugin.evidence.records import Answer
+from det_plugin.verify.transport import SeparateConnections
 
 T = TypeVar("T")
 
@@ -129,11 +130,9 @@ class CompletionClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(timeout, connect=min(timeout, 15.0)),
-            # vLLM closes idle connections after 5 s: never reuse one that is about to be closed
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             trust_env=False,
-            transport=transport,
+            transport=transport or SeparateConnections(),
         )
 
     async def __aenter__(self) -> Self:
