@@ -18,7 +18,15 @@ from __future__ import annotations
 
 import torch
 
-from det_plugin.ops._triton import cdiv, next_power_of_2, require_kernel_device, tl, triton
+from det_plugin.ops._triton import (
+    cdiv,
+    launch,
+    multiples,
+    next_power_of_2,
+    require_kernel_device,
+    tl,
+    triton,
+)
 from det_plugin.sampling._kernels import GREEDY_EPS, LOG2_E, gumbel, philox_words, pick, weight
 from det_plugin.sampling._order import key_logit, kth_key, load_logits, order_key, top_k_limit, within
 from det_plugin.sampling.noise import TARGET
@@ -367,12 +375,18 @@ def sample(
     has_k = filtered and with_top_k
     sub = torch.empty((rows, segments, 32) if has_k else (1,), dtype=torch.float32, device=logits.device)
     exact = {"enable_fp_fusion": False}
-    _scan_kernel[(segments, rows)](
-        logits, logits.stride(0), vocab, requests, temperature, seeds, positions, top, score, tokens, sub,
-        STREAM=stream, SUB=has_k, num_warps=4, **exact,
+    key = (
+        logits.device.index, logits.dtype, requests.dtype, positions.dtype, logits.stride(0), vocab, stream, has_k,
+        multiples(logits, requests, positions, temperature, seeds, top_k, top_p, log_min_p, score),
+    )  # fmt: skip
+    launch(
+        _scan_kernel, ("scan", *key), (segments, rows, 1),
+        (logits, logits.stride(0), vocab, requests, temperature, seeds, positions, top, score, tokens, sub),
+        (stream, has_k), num_warps=4, **exact,
     )  # fmt: skip
     if not filtered:
-        _combine_kernel[(rows,)](top, score, tokens, segments, out, SEGMENTS=padded, num_warps=1)
+        arguments = (top, score, tokens, segments, out)
+        launch(_combine_kernel, ("combine", *key), (rows, 1, 1), arguments, (padded,), num_warps=1)
         return out
     mass = torch.empty((rows, segments, 2), dtype=torch.int64, device=logits.device)
     bound = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -380,17 +394,23 @@ def sample(
     list_logit = torch.empty(members, dtype=torch.float32, device=logits.device)
     list_token = torch.empty(members, dtype=torch.int32, device=logits.device)
     if has_k:
-        _bound_kernel[(rows,)](
-            sub, vocab, segments, requests, temperature, top_k, bound, SUBS=padded * 32, num_warps=8, **exact
-        )
-    _mass_kernel[(segments, rows)](
-        logits, logits.stride(0), vocab, *state, top, score, tokens, mass, bound, list_logit, list_token, out,
-        SEGMENTS=padded, BLOCK=SEGMENT, CAP=CAP, num_warps=8, **exact,
+        launch(
+            _bound_kernel, ("bound", *key), (rows, 1, 1),
+            (sub, vocab, segments, requests, temperature, top_k, bound), (padded * 32,), num_warps=8, **exact,
+        )  # fmt: skip
+    launch(
+        _mass_kernel, ("mass", *key), (segments, rows, 1),
+        (
+            logits, logits.stride(0), vocab, *state, top, score, tokens, mass, bound, list_logit, list_token, out,
+        ),
+        (padded, SEGMENT, CAP), num_warps=8, **exact,
     )  # fmt: skip
-    _decide_kernel[(rows,)](
-        logits, logits.stride(0), vocab, segments, requests, temperature, seeds, positions, top_k, top_p,
-        log_min_p, top, score, tokens, mass, list_logit, list_token, out, SEGMENTS=padded,
-        PASSES=8 if logits.dtype == torch.bfloat16 else 16, BLOCK=SEGMENT, CAP=CAP, STREAM=stream, num_warps=16,
-        **exact,
+    launch(
+        _decide_kernel, ("decide", *key), (rows, 1, 1),
+        (
+            logits, logits.stride(0), vocab, segments, requests, temperature, seeds, positions, top_k, top_p,
+            log_min_p, top, score, tokens, mass, list_logit, list_token, out,
+        ),
+        (padded, 8 if logits.dtype == torch.bfloat16 else 16, SEGMENT, CAP, stream), num_warps=16, **exact,
     )  # fmt: skip
     return out

@@ -54,6 +54,7 @@ def make_sampler_class() -> type:
             self.det_log_min_p = UvaBackedTensor(max_num_reqs, dtype=torch.float32)
             self.det_log_min_p.np.fill(-np.inf)
             self.det_log_min_p.copy_to_uva()
+            self.det_changed = False
             self.det_processed = np.zeros(max_num_reqs, dtype=bool)
             self.det_filtered = np.zeros(max_num_reqs, dtype=bool)
 
@@ -70,14 +71,19 @@ def make_sampler_class() -> type:
             if sampling_params.seed is None:  # warm-up requests; the front end writes a seed into all others
                 states.seeds.np[req_idx] = 0
             min_p = sampling_params.min_p
-            self.det_log_min_p.np[req_idx] = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
+            log_min_p = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
+            if self.det_log_min_p.np[req_idx] != np.float32(log_min_p):
+                self.det_log_min_p.np[req_idx] = log_min_p
+                self.det_changed = True
             self.det_filtered[req_idx] = sampling_params.temperature >= GREEDY_EPS and (
                 min_p > 0 or states.top_k.np[req_idx] != states.vocab_size or states.top_p.np[req_idx] < 1.0
             )
 
         def apply_staged_writes(self) -> None:
             super().apply_staged_writes()
-            self.det_log_min_p.copy_to_uva()
+            if self.det_changed:
+                self.det_changed = False
+                self.det_log_min_p.copy_to_uva()
 
         def sample(
             self,
