@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear as stock_linear
 
 from det_plugin.evidence.certificates import first_difference
+from det_plugin.evidence.fingerprint import fingerprint
 from det_plugin.ops.linear_cuda import TABLES, LinearDispatcher, canonical_linear
 from det_plugin.ops.linear_plan import bind_cublaslt, certification_data
 from det_plugin.ops.linear_schedules import (
@@ -224,7 +225,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "tune_linear.json").write_text(
-        json.dumps({"gpu": torch.cuda.get_device_name(), "algorithms": algorithms, "results": results})
+        json.dumps({"environment": fingerprint("cuda"), "algorithms": algorithms, "results": results})
     )
     best: dict[str, list] = {}
     for r in results:

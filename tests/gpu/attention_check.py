@@ -590,7 +590,8 @@ def layer_calls(name, heads, pool, batches, out):
     elif name == "flashinfer" and decode:
         width = first.table.shape[1]
         plan = flashinfer.plan_decode(runner.layout, first.start_dev, first.lengths_dev, MAX_CONTEXT, width)
-    plans = map(runner.prepare, batches) if name == "stock_flashinfer" else itertools.repeat(plan)
+    later = map(runner.prepare, batches[1:]) if name == "stock_flashinfer" else itertools.repeat(plan)
+    plans = itertools.chain([plan], later)
     return [functools.partial(runner, batch, pool, out, plan) for batch, plan in zip(batches, plans, strict=False)]
 
 
