@@ -5,8 +5,7 @@
 For each (N, K) of the listed models and each row count: microseconds per call under CUDA graph replay with
 rotated weights, for stock cuBLAS, for cuBLASLt without split-K (the heuristic's first choices) and for each
 tile, and whether the schedule's bits equal the canonical tile's.  Writes FOLDER/tune_linear.json; with
-``--table`` FOLDER/<gpu>.json, to be put into det_plugin/ops/tuning: with ``--rows`` the committed table's choices
-for larger row counts stay.
+``--table`` FOLDER/<gpu>.json, to be put into det_plugin/ops/tuning: the committed table, with the measured choices.
 """
 
 import argparse
@@ -36,9 +35,9 @@ from det_plugin.ops.linear_tuning import (
     INTERVALS,
     POINTS,
     graph_time,
-    merge_intervals,
     rotating_weights,
     save_table,
+    splice,
 )
 
 SHAPES = {
@@ -183,13 +182,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
+    parser.add_argument("--rows", type=lambda text: sorted({int(m) for m in text.split(",")}), default=ROWS)
     parser.add_argument("--no-vendor", action="store_true", help="leave cuBLASLt out")
     parser.add_argument("--compile", nargs="*")
     arguments = parser.parse_args()
     if arguments.compile is not None:
         compile_tiles(arguments.compile)
         return
+    if unknown := set(arguments.rows) - {*INTERVALS, *POINTS}:
+        parser.error(f"--rows: got {sorted(unknown)}, accepts {', '.join(map(str, (*INTERVALS, *POINTS)))}")
     begin = time.monotonic()
     compile_in_parallel()
     print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
@@ -227,26 +228,24 @@ def main() -> None:
     (arguments.out / "tune_linear.json").write_text(
         json.dumps({"environment": fingerprint("cuda"), "algorithms": algorithms, "results": results})
     )
-    best: dict[str, list] = {}
+    best: dict[str, dict[int, str]] = {}
     for r in results:
         times = {name: t for name, t in r["times"].items() if t is not None and r["equal"][name] is True}
         if not times:
             continue
-        winner = min(times, key=lambda name: times[name] * (1 if name == r["vendor"] else 1.02))
+        winner = min(times, key=lambda name: times[name] * (1 if name == r.get("vendor") else 1.02))
         print(
             f"{r['n']:>6} {r['k']:>5} M={r['m']:<5} stock {min(r['stock']):8.1f} "
-            f"lt {r['times'].get(r['vendor']) or 0:8.1f} best {times[winner]:8.1f} {winner}"
+            f"lt {r['times'].get(r.get('vendor')) or 0:8.1f} best {times[winner]:8.1f} {winner}"
             f"{'' if all(v is True for v in r['equal'].values()) else ' DIFFERS'}"
         )
-        name = "cublaslt" if winner == r["vendor"] else winner
-        best.setdefault(table_key(torch.bfloat16, r["n"], r["k"]), []).append((r["m"], name))
+        name = "cublaslt" if winner == r.get("vendor") else winner
+        best.setdefault(table_key(torch.bfloat16, r["n"], r["k"]), {})[r["m"]] = name
     if arguments.table:
         gpu = torch.cuda.get_device_name()
-        committed = load_tables(table_path(TABLES, gpu))
-        for key, rows in best.items():
-            larger = [row for row in committed.get(key, ()) if row[0] is None or row[0] > rows[-1][0]]
-            merged = merge_intervals([*rows, *(larger if arguments.rows != ROWS else ())])
-            save_table(table_path(arguments.out, gpu), gpu, key, merged)
+        tables = load_tables(table_path(TABLES, gpu))
+        for key in {**tables, **best}:
+            save_table(table_path(arguments.out, gpu), gpu, key, splice(tables.get(key), best.get(key, {})))
     print(f"{time.monotonic() - begin:.1f} s")
 
 

@@ -25,7 +25,7 @@ except ImportError:  # CPU-only installations
     triton: Any = SimpleNamespace(jit=_absent)  # type: ignore[no-redef]
     tl: Any = SimpleNamespace(constexpr=object)  # type: ignore[no-redef]
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "yes", "on", "y"}
 """Kernels run on CPU tensors, one program after another (tests)."""
 
 
@@ -66,8 +66,9 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
 
     Args:
         kernel: a ``triton.jit`` function.
-        key: all that its compiled form depends on: device, constants, dtypes, which addresses are multiples of 16
-            bytes (:func:`multiples`), and values of integers (strides) except ``do_not_specialize`` ones below 2**31.
+        key: all that its compiled form depends on beside the current device: constants, tensors' dtypes and which of
+            them begin at multiples of 16 bytes (:func:`forms`), and values of integers (strides) except
+            ``do_not_specialize`` ones below 2**31.
         grid: programs in x, y, z.
         arguments, constants: in the order of its signature; constants come last.
         options: ``num_warps`` and the like, for the first launch.
@@ -75,10 +76,11 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
     Returns:
         Its launcher for this grid, which takes ``(*arguments, *constants, stream=)``; None under the interpreter.
     """
+    key = (None if INTERPRET else torch.cuda.current_device(), *key)
     found = _launched.get(key)
     if found is None:
         found = kernel[grid](*arguments, *constants, **options)
-        if INTERPRET:
+        if found is None:  # the interpreter
             return None
         _launched[key] = found
         return found[grid]
@@ -87,9 +89,9 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
     return runner
 
 
-def multiples(*tensors: torch.Tensor) -> tuple[bool, ...]:
-    """Which tensors begin at a multiple of 16 bytes: Triton compiles other loads for those that do not."""
-    return tuple(t.data_ptr() & 15 == 0 for t in tensors)
+def forms(*tensors: torch.Tensor) -> tuple[tuple[torch.dtype, bool], ...]:
+    """Each tensor's dtype, and whether it begins at a multiple of 16 bytes: Triton compiles other loads if not."""
+    return tuple((t.dtype, t.data_ptr() & 15 == 0) for t in tensors)
 
 
 @cache
@@ -103,7 +105,8 @@ def begin(OVERLAP: tl.constexpr):
     """First statement of a kernel that is launched with ``launch_pdl=OVERLAP``.
 
     Waits until the kernels ahead have ended and their results are visible, then lets the next kernel be launched: what
-    overlaps is launching, never work.  Source: CUDA programming guide, programmatic dependent launch.
+    overlaps is launching, never work.  A kernel that is launched as a dependent and never waits (the host's LoRA
+    shrink kernel) must not come next.  Source: CUDA programming guide, programmatic dependent launch.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

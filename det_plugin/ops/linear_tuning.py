@@ -145,6 +145,31 @@ def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
     return merge_intervals(rows)
 
 
+def splice(table: Table | None, measured: Mapping[int, str]) -> Table:
+    """``table`` with the choices for some row counts replaced.
+
+    Args:
+        table: what there is; None: cuBLASLt everywhere.
+        measured: schedules by row count.  One of :data:`INTERVALS` stands for its interval, others for themselves.
+
+    Returns:
+        A table that differs from ``table`` in those row counts only.
+    """
+    table = table or ((None, "cublaslt"),)
+    served = []
+    for m, name in measured.items():
+        below = max((i for i in INTERVALS if i < m), default=0) if m in INTERVALS else m - 1
+        served.append((below, m, name))
+    bounds = {bound for bound, _ in table if bound is not None}
+    bounds |= {edge for below, m, _ in served for edge in (below, m)}
+    rows: list[tuple[int | None, str]] = []
+    for bound in [*sorted(bounds - {0}), None]:
+        m = max(bounds, default=0) + 1 if bound is None else bound
+        kept = next(name for last, name in table if last is None or m <= last)
+        rows.append((bound, next((name for below, last, name in served if below < m <= last), kept)))
+    return merge_intervals(rows)
+
+
 def _call(launch, x, w, bias, y) -> None:
     launch(x, w, bias, y, torch.cuda.current_stream().cuda_stream)
 

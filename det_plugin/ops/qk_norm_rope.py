@@ -24,8 +24,8 @@ from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    forms,
     launch,
-    multiples,
     next_power_of_2,
     require_kernel_device,
     tl,
@@ -170,18 +170,17 @@ def qk_norm_rope_kernel(
         lanes = next_power_of_2(size)
         per_program = max(1, 1024 // lanes)
         overlap = can_overlap(qkv.device.index)
-        q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
+        q_weight, k_weight, positions = q_weight.contiguous(), k_weight.contiguous(), positions.contiguous()
         pointers = (qkv, positions, q_weight, k_weight, cos_sin, queries, keys)
         strides = (qkv.stride(0), cos_sin.stride(0))
         constants = (
             num_heads, num_kv_heads, size, lanes, lanes.bit_length() - 1, next_power_of_2(size // 2), per_program,
             CONTRACTIONS.index(contraction), overlap,
         )  # fmt: skip
-        dtypes = (qkv.dtype, q_weight.dtype, k_weight.dtype, cos_sin.dtype)
-        key = ("qk_norm_rope", qkv.device.index, constants, dtypes, strides, rows < 2**31, multiples(*pointers))
+        key = ("qk_norm_rope", constants, strides, rows < 2**31, forms(*pointers))
         launch(
             _qk_norm_rope_kernel, key,
-            (cdiv(rows, per_program), 1, 1), (*pointers, rows, *strides, eps), constants,
+            (cdiv(rows, per_program), 1, 1), (*pointers, rows, *strides, float(eps)), constants,
             num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
         )  # fmt: skip
     return queries, keys

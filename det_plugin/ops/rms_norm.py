@@ -19,8 +19,8 @@ from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    forms,
     launch,
-    multiples,
     next_power_of_2,
     require_kernel_device,
     tl,
@@ -171,12 +171,12 @@ def _launch(
     other = x if residual is None else residual.contiguous()
     scale = x if weight is None else weight.contiguous()
     key = (
-        "rms_norm", x.device.index, x.dtype, scale.dtype, n, inner, x_outer, x_inner, rows < 2**31,
-        residual is None, weight is None, weight_offset, multiples(x, other, scale, y, total),
+        "rms_norm", n, inner, x_outer, x_inner, rows < 2**31,
+        residual is None, weight is None, weight_offset, forms(x, other, scale, y, total),
     )  # fmt: skip
     launch(
         _rms_norm_kernel, key, (cdiv(rows, per_program), 1, 1),
-        (x, other, scale, y, total, rows, inner, x_outer, x_inner, eps),
+        (x, other, scale, y, total, rows, inner, x_outer, x_inner, float(eps)),
         (
             n, lanes, lanes.bit_length() - 1, per_program,
             residual is not None, weight is not None, float(weight_offset), overlap,

@@ -31,7 +31,7 @@ from det_plugin.sampling.noise import (
     SQRT_HALF_BITS,
     TARGET,
 )
-from det_plugin.sampling.reference import GREEDY_EPS
+from det_plugin.sampling.reference import GREEDY_EPS, log_min_p
 
 _F = np.float32
 _U = np.uint64
@@ -353,7 +353,7 @@ class BatchParams:
         self.log_min_p = np.full(rows, -np.inf, np.float32)
         if min_p is not None:
             for i in np.flatnonzero(np.asarray(min_p) > 0):
-                self.log_min_p[i] = math.log(_F(min_p[i]))
+                self.log_min_p[i] = log_min_p(min_p[i])
 
     def filters(self):
         return self.greedy, self.scale, self.top_k, self.top_p, self.log_min_p

@@ -20,8 +20,8 @@ import torch
 
 from det_plugin.ops._triton import (
     cdiv,
+    forms,
     launch,
-    multiples,
     next_power_of_2,
     require_kernel_device,
     tl,
@@ -371,13 +371,14 @@ def sample(
     stats = torch.empty((2, rows, segments), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((rows, segments), dtype=torch.int32, device=logits.device)
     top, score = stats[0], stats[1]
+    requests, positions = requests.contiguous(), positions.contiguous()
     state = (requests, temperature, top_k, top_p, log_min_p)
     has_k = filtered and with_top_k
     sub = torch.empty((rows, segments, 32) if has_k else (1,), dtype=torch.float32, device=logits.device)
     exact = {"enable_fp_fusion": False}
     key = (
-        logits.device.index, logits.dtype, requests.dtype, positions.dtype, logits.stride(0), vocab, stream, has_k,
-        multiples(logits, requests, positions, temperature, seeds, top_k, top_p, log_min_p, score),
+        logits.stride(0), vocab, stream, has_k,
+        forms(logits, requests, positions, temperature, seeds, top_k, top_p, log_min_p, score),
     )  # fmt: skip
     launch(
         _scan_kernel, ("scan", *key), (segments, rows, 1),

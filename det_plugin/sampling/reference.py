@@ -56,8 +56,9 @@ def inverse_temperature(temperature: float) -> np.float32:
 
 
 def log_min_p(min_p: float) -> np.float32:
-    """fp32(ln(fp32(min_p))); minus infinity when the filter is off."""
-    return _F(math.log(_F(min_p))) if min_p > 0 else _F(-np.inf)
+    """fp32(ln(fp32(min_p))); minus infinity when the filter is off, or so small that fp32 has no such number."""
+    rounded = _F(min_p)
+    return _F(math.log(rounded)) if rounded > 0 else _F(-np.inf)
 
 
 def weight_target(top_p: float, total: int) -> int:

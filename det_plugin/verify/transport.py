@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import httpx
 
@@ -47,9 +48,10 @@ class SeparateConnections(httpx.AsyncBaseTransport):
         return pool
 
     async def aclose(self) -> None:
-        """Close all connections."""
-        for pool in self._all:
-            await pool.aclose()
+        """Close all connections, also when closing one of them fails."""
+        async with AsyncExitStack() as stack:
+            for pool in self._all:
+                stack.push_async_callback(pool.aclose)
 
 
 class _Stream(httpx.AsyncByteStream):

@@ -63,6 +63,14 @@ def test_seeds_repeat_and_differ(client, model):
     assert ask(client, model, sampling_seed=44) == answers[44]
 
 
+def test_numbers_too_small_for_fp32_count_as_zero(client, model):
+    sampled = {"temperature": 1, "seed": 5}
+    assert ask(client, model, **sampled, min_p=1e-46) == ask(client, model, **sampled)
+    best = ask(client, model, **sampled, top_p=1e-46)
+    assert [ids for ids, _ in best] == [ids for ids, _ in ask(client, model, temperature=0)]
+    assert best != ask(client, model, **sampled)
+
+
 OWN = [
     {"seed": 7},
     {"seed": 7, "temperature": 1, "top_p": 0.95},

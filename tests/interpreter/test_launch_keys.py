@@ -110,11 +110,19 @@ def test_equal_keys_are_equal_kernels(launches, run):
     assert not conflicts(launches)
 
 
+def without(key, number):
+    """``key`` with each tensor's form cut to the other of (dtype, alignment)."""
+    cut = lambda part: tuple(form[number] for form in part)
+    return tuple(cut(p) if isinstance(p, tuple) and p and isinstance(p[0], tuple) else p for p in key)
+
+
 @pytest.mark.parametrize("run", [norms, rotations, products])
 def test_control_a_key_without_addresses_is_found(launches, run):
     run()
+    assert conflicts(launches, lambda key: without(key, 0))
 
-    def without(key):
-        return tuple(part for part in key if not (isinstance(part, tuple) and all(type(p) is bool for p in part)))
 
-    assert conflicts(launches, without)
+@pytest.mark.parametrize("run", [norms, rotations, samples])
+def test_control_a_key_without_dtypes_is_found(launches, run):
+    run()
+    assert conflicts(launches, lambda key: without(key, 1))

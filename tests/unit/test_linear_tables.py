@@ -224,3 +224,40 @@ def test_arguments_are_refused_by_name():
 
 def test_difference_reads_well():
     assert "first difference at [3, 5]: canonical 0x3f80, got 0x3f81" in str(Difference(17, 2, (3, 5), "3f80", "3f81"))
+
+
+def choice(table, m):
+    return next(name for bound, name in table if bound is None or m <= bound)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        None,
+        ((None, "cublaslt"),),
+        ((16, "swap-16x64x256-w4-s4"), (64, "cublaslt"), (255, LARGE), (256, CANON), (None, "cublaslt")),
+        ((5, SMALL), (20, LARGE), (None, CANON)),
+    ],
+)
+@pytest.mark.parametrize(
+    "measured",
+    [{}, {1: "A"}, {8: "A"}, {1: "A", 8: "B", 16: "A", 32: "A"}, {256: "A"}, {128: "A", 512: "B"}, {8192: "A"}],
+)
+def test_spliced_tables_change_what_was_measured_and_nothing_else(table, measured):
+    spliced = linear_tuning.splice(table, measured)
+    bounds = [bound for bound, _ in spliced]
+    assert bounds[-1] is None
+    assert bounds[:-1] == sorted(set(bounds[:-1]))
+    intervals = [0, *linear_tuning.INTERVALS]
+    for m in (*range(1, 600), 2047, 2048, 8191, 8192, 8193, 100000):
+        point = m if m in linear_tuning.POINTS else next((i for i in intervals if i >= m), None)
+        expected = measured.get(point, choice(table or ((None, "cublaslt"),), m))
+        assert choice(spliced, m) == expected, m
+
+
+def test_control_joining_rows_alone_would_change_others():
+    """What a plain concatenation does: rows 1 to 255 get the choice that was measured for 256."""
+    table = ((8, SMALL), (None, "cublaslt"))
+    joined = linear_tuning.merge_intervals([(256, "A"), *(row for row in table if row[0] is None or row[0] > 256)])
+    assert choice(joined, 4) == "A"
+    assert choice(linear_tuning.splice(table, {256: "A"}), 4) == SMALL

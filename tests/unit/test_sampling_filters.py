@@ -134,3 +134,13 @@ def test_everything_masked():
 def test_wrong_logits_are_refused():
     with pytest.raises(ValueError, match="logits: expected contiguous float32"):
         cpu.sample(np.zeros((2, 3)), batch_params([RowParams()] * 2))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-46, 7e-46, 5e-324])
+def test_min_p_without_an_fp32_number_is_off(value):
+    assert reference.log_min_p(value) == -np.inf
+    given = np.array([value, 0.1])  # float64, as a caller may have it
+    params = cpu.BatchParams([1.0, 1.0], [0, 1], [0, 0], min_p=given)
+    assert params.log_min_p[0] == -np.inf
+    assert params.log_min_p[1] == reference.log_min_p(0.1) == np.float32(math.log(np.float32(0.1)))
+    assert reference.log_min_p(2e-45) > -np.inf  # the control: a number that fp32 has

@@ -14,7 +14,6 @@ global generator.
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -39,7 +38,7 @@ def make_sampler_class() -> type:
 
     from det_plugin.sampling import gpu
     from det_plugin.sampling.filters import masked_logits
-    from det_plugin.sampling.reference import GREEDY_EPS
+    from det_plugin.sampling.reference import GREEDY_EPS, log_min_p
 
     class DetSampler(Sampler):
         """The host's V2 sampler with seeded noise and per-row filters."""
@@ -70,13 +69,12 @@ def make_sampler_class() -> type:
                 self.trace_replay_state.add_request(req_idx, sampling_params)
             if sampling_params.seed is None:  # warm-up requests; the front end writes a seed into all others
                 states.seeds.np[req_idx] = 0
-            min_p = sampling_params.min_p
-            log_min_p = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
-            if self.det_log_min_p.np[req_idx] != np.float32(log_min_p):
-                self.det_log_min_p.np[req_idx] = log_min_p
+            floor = log_min_p(sampling_params.min_p)
+            if self.det_log_min_p.np[req_idx] != floor:
+                self.det_log_min_p.np[req_idx] = floor
                 self.det_changed = True
             self.det_filtered[req_idx] = sampling_params.temperature >= GREEDY_EPS and (
-                min_p > 0 or states.top_k.np[req_idx] != states.vocab_size or states.top_p.np[req_idx] < 1.0
+                floor > -np.inf or states.top_k.np[req_idx] != states.vocab_size or states.top_p.np[req_idx] < 1.0
             )
 
         def apply_staged_writes(self) -> None:
