@@ -66,9 +66,9 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
 
     Args:
         kernel: a ``triton.jit`` function.
-        key: all that its compiled form depends on beside the current device: constants, tensors' dtypes and which of
-            them begin at multiples of 16 bytes (:func:`forms`), and values of integers (strides) except
-            ``do_not_specialize`` ones below 2**31.
+        key: all that its compiled form depends on beside the current device and ``constants``: tensors' dtypes and
+            which of them begin at multiples of 16 bytes (:func:`forms`), values of integers (strides) except
+            ``do_not_specialize`` ones below 2**31, and options that do not follow from the constants.
         grid: programs in x, y, z.
         arguments, constants: in the order of its signature; constants come last.
         options: ``num_warps`` and the like, for the first launch.
@@ -76,7 +76,7 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
     Returns:
         Its launcher for this grid, which takes ``(*arguments, *constants, stream=)``; None under the interpreter.
     """
-    key = (None if INTERPRET else torch.cuda.current_device(), *key)
+    key = (None if INTERPRET else torch.cuda.current_device(), kernel.fn, constants, *key)
     found = _launched.get(key)
     if found is None:
         found = kernel[grid](*arguments, *constants, **options)

@@ -313,7 +313,7 @@ def run_tile(
             bias_arg, y, m, n, k,
         )  # fmt: skip
         constants = (*head, has_bias, tile.kind == "swap", persistent, widen, overlap)
-    key = (tile, has_bias, n, k, strides, forms(x, w, y, bias_arg))
+    key = (tile, n, k, strides, forms(x, w, y, bias_arg))
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": overlap}
     return launch(kernel, key, grid, arguments, constants, **options), constants
 

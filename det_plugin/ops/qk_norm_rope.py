@@ -177,9 +177,8 @@ def qk_norm_rope_kernel(
             num_heads, num_kv_heads, size, lanes, lanes.bit_length() - 1, next_power_of_2(size // 2), per_program,
             CONTRACTIONS.index(contraction), overlap,
         )  # fmt: skip
-        key = ("qk_norm_rope", constants, strides, rows < 2**31, forms(*pointers))
         launch(
-            _qk_norm_rope_kernel, key,
+            _qk_norm_rope_kernel, (strides, rows < 2**31, forms(*pointers)),
             (cdiv(rows, per_program), 1, 1), (*pointers, rows, *strides, float(eps)), constants,
             num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
         )  # fmt: skip

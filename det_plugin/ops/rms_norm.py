@@ -170,10 +170,7 @@ def _launch(
     overlap = can_overlap(x.device.index)
     other = x if residual is None else residual.contiguous()
     scale = x if weight is None else weight.contiguous()
-    key = (
-        "rms_norm", n, inner, x_outer, x_inner, rows < 2**31,
-        residual is None, weight is None, weight_offset, forms(x, other, scale, y, total),
-    )  # fmt: skip
+    key = (inner, x_outer, x_inner, rows < 2**31, forms(x, other, scale, y, total))
     launch(
         _rms_norm_kernel, key, (cdiv(rows, per_program), 1, 1),
         (x, other, scale, y, total, rows, inner, x_outer, x_inner, float(eps)),

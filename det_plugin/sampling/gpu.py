@@ -376,18 +376,16 @@ def sample(
     has_k = filtered and with_top_k
     sub = torch.empty((rows, segments, 32) if has_k else (1,), dtype=torch.float32, device=logits.device)
     exact = {"enable_fp_fusion": False}
-    key = (
-        logits.stride(0), vocab, stream, has_k,
-        forms(logits, requests, positions, temperature, seeds, top_k, top_p, log_min_p, score),
-    )  # fmt: skip
+    read = (logits, requests, positions, temperature, seeds, top_k, top_p, log_min_p, score)
+    key = (logits.stride(0), vocab, forms(*read))
     launch(
-        _scan_kernel, ("scan", *key), (segments, rows, 1),
+        _scan_kernel, key, (segments, rows, 1),
         (logits, logits.stride(0), vocab, requests, temperature, seeds, positions, top, score, tokens, sub),
         (stream, has_k), num_warps=4, **exact,
     )  # fmt: skip
     if not filtered:
         arguments = (top, score, tokens, segments, out)
-        launch(_combine_kernel, ("combine", *key), (rows, 1, 1), arguments, (padded,), num_warps=1)
+        launch(_combine_kernel, key, (rows, 1, 1), arguments, (padded,), num_warps=1)
         return out
     mass = torch.empty((rows, segments, 2), dtype=torch.int64, device=logits.device)
     bound = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -396,18 +394,18 @@ def sample(
     list_token = torch.empty(members, dtype=torch.int32, device=logits.device)
     if has_k:
         launch(
-            _bound_kernel, ("bound", *key), (rows, 1, 1),
+            _bound_kernel, key, (rows, 1, 1),
             (sub, vocab, segments, requests, temperature, top_k, bound), (padded * 32,), num_warps=8, **exact,
         )  # fmt: skip
     launch(
-        _mass_kernel, ("mass", *key), (segments, rows, 1),
+        _mass_kernel, key, (segments, rows, 1),
         (
             logits, logits.stride(0), vocab, *state, top, score, tokens, mass, bound, list_logit, list_token, out,
         ),
         (padded, SEGMENT, CAP), num_warps=8, **exact,
     )  # fmt: skip
     launch(
-        _decide_kernel, ("decide", *key), (rows, 1, 1),
+        _decide_kernel, key, (rows, 1, 1),
         (
             logits, logits.stride(0), vocab, segments, requests, temperature, seeds, positions, top_k, top_p,
             log_min_p, top, score, tokens, mass, list_logit, list_token, out,

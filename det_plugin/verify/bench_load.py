@@ -238,11 +238,9 @@ async def measure(
     async with longest_pause() as pause:
         timings = await gather(client.timed(body, tokens=case.new_tokens) for body in bodies)
     seconds = max(t.last for t in timings) - started
-    client.latest = {
-        "longest_client_pause": round(max(pause), 4),
-        "ended_at": [round(percentile([t.last - started for t in timings], p), 4) for p in range(0, 101, 10)],
-        "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
-    }
+    ends = [t.last - started for t in timings]
+    deciles = {"ended_at": [round(percentile(ends, p), 4) for p in range(0, 101, 10)]}
+    client.latest = _pass_facts(timings, pause) | deciles
     tokens = case.concurrent * (case.prompt_tokens if case.load == "prefill" else case.new_tokens)
     row: Values = {case.name: tokens / seconds}
     return row if case.load == "prefill" else row | latencies(case.name, timings)
@@ -264,6 +262,14 @@ async def longest_pause() -> AsyncIterator[list[float]]:
         yield late
     finally:
         task.cancel()
+
+
+def _pass_facts(timings: Sequence[Timing], pause: Sequence[float]) -> dict[str, object]:
+    """What the report says of every streamed pass."""
+    return {
+        "longest_client_pause": round(max(pause), 4),
+        "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
+    }
 
 
 def _body(client: BenchClient, prompt: list[int], new_tokens: int, salt: str) -> bytes:
@@ -299,12 +305,7 @@ async def _poisson(client: BenchClient, plan: Sequence[Arrival], case: Case) -> 
 
     async with longest_pause() as pause:
         timings = await gather(one(a, b) for a, b in zip(plan, bodies, strict=True))
-    client.latest = {
-        "longest_client_pause": round(max(pause), 4),
-        "slowest_first_tokens_at": [
-            [round(t.sent - started, 3), round(t.first - t.sent, 4)]
-            for t in sorted(timings, key=lambda t: t.sent - t.first)[:10]
-        ],
-        "decode_seconds": round(sum(t.last - t.first for t in timings), 4),
-    }
+    slowest = sorted(timings, key=lambda t: t.sent - t.first)[:10]
+    late = {"slowest_first_tokens_at": [[round(t.sent - started, 3), round(t.first - t.sent, 4)] for t in slowest]}
+    client.latest = _pass_facts(timings, pause) | late
     return latencies(case.name, timings)

@@ -37,7 +37,14 @@ def launches(monkeypatch):
     seen = []
 
     def launch(kernel, key, grid, arguments, constants, **options):
-        seen.append((kernel.fn.__name__, key, specialization(kernel, arguments, constants), tuple(options.items())))
+        seen.append(
+            (
+                kernel.fn.__name__,
+                (constants, *key),
+                specialization(kernel, arguments, constants),
+                tuple(options.items()),
+            )
+        )
         return _triton.launch(kernel, key, grid, arguments, constants, **options)
 
     for module in (rms_norm, qk_norm_rope, linear_schedules, gpu):
