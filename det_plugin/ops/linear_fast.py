@@ -5,16 +5,13 @@ It saves processor time outside CUDA graphs and changes no bits: it replays cert
 and the log says so once.
 """
 
-import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+
+from det_plugin.ops import native
 
 logger = logging.getLogger(__name__)
 
@@ -28,75 +25,8 @@ def active() -> bool:
 
 
 def build(key: str = "CUDA", folder: Path | None = None) -> Path:
-    """Compile (once per source and torch version) and return the shared library.
-
-    Args:
-        key: dispatch key that it registers for; tests use ``"CPU"``.
-        folder: where libraries are kept; ``<user cache>/det_plugin/native`` when None.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if not compiler:
-        raise RuntimeError("no C++ compiler (g++, c++, clang++) on the PATH")
-    if folder is None:
-        from platformdirs import user_cache_dir
-
-        folder = Path(user_cache_dir("det_plugin")) / "native"
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    text = SOURCE.read_bytes() + f"{torch.__version__} {key} {abi}".encode()
-    target = folder / f"linear_fast-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    root = Path(torch.__file__).parent
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so.tmp")
-    os.close(handle)
-    command = [
-        compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-DDET_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-        f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(SOURCE), "-o", temporary,
-        f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[:500]}")
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return target
-
-
-def _mapped_library(prefix: str) -> str:
-    """Path of a shared library that this process has loaded.
-
-    Raises:
-        RuntimeError: it is not loaded.
-    """
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            path = line.split()[-1]
-            if Path(path).name.startswith(prefix):
-                return path
-    raise RuntimeError(f"{prefix} is not loaded")
-
-
-def _address(function: str, *prefixes: str) -> int:
-    """Address of a function in the first loaded library that has it.
-
-    Raises:
-        RuntimeError: none has.
-    """
-    for prefix in prefixes:
-        try:
-            library = ctypes.CDLL(_mapped_library(prefix))
-            value = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
-        except (OSError, AttributeError, RuntimeError):
-            continue
-        if value:
-            return value
-    raise RuntimeError(f"{function} is in none of the loaded libraries {', '.join(prefixes)}")
+    """The compiled library (:func:`det_plugin.ops.native.build`); tests build it for the ``"CPU"`` key."""
+    return native.build(SOURCE, key, folder)
 
 
 def activate() -> bool:
@@ -108,9 +38,9 @@ def activate() -> bool:
 
     try:
         addresses = [
-            _address("cublasLtMatmul", "libcublasLt.so"),
-            _address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
-            _address("cudaStreamIsCapturing", "libcudart.so", "libtorch_cuda.so"),
+            native.address("cublasLtMatmul", "libcublasLt.so"),
+            native.address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
+            native.address("cudaStreamIsCapturing", "libcudart.so", "libtorch_cuda.so"),
         ]
         library = build()
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:

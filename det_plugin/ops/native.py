@@ -1,0 +1,89 @@
+"""Builds the package's C++ sources where they run and loads them; finds functions in libraries that are loaded.
+
+No CUDA header or library is needed to build: foreign functions are handed over as addresses.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+def build(source: Path, key: str, folder: Path | None = None) -> Path:
+    """Compile (once per source and torch version) and return the shared library.
+
+    Args:
+        source: the C++ file; reads the dispatch key that it registers for as ``DET_KEY``.
+        key: ``"CUDA"`` or ``"CPU"``; tests build CUDA's sources for the CPU.
+        folder: where libraries are kept; ``<user cache>/det_plugin/native`` when None.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+        OSError: the folder can't be written.
+        subprocess.TimeoutExpired: the compiler takes more than five minutes.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if not compiler:
+        raise RuntimeError("no C++ compiler (g++, c++, clang++) on the PATH")
+    if folder is None:
+        from platformdirs import user_cache_dir
+
+        folder = Path(user_cache_dir("det_plugin")) / "native"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    text = source.read_bytes() + f"{torch.__version__} {key} {abi}".encode()
+    target = folder / f"{source.stem.strip('_')}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    root = Path(torch.__file__).parent
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so.tmp")
+    os.close(handle)
+    command = [
+        compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-DDET_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(source), "-o", temporary,
+        f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def mapped_library(prefix: str) -> str:
+    """Path of a shared library that this process has loaded.
+
+    Raises:
+        RuntimeError: it is not loaded.
+    """
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            path = line.split()[-1]
+            if Path(path).name.startswith(prefix):
+                return path
+    raise RuntimeError(f"{prefix} is not loaded")
+
+
+def address(function: str, *prefixes: str) -> int:
+    """Address of a function in the first loaded library that has it.
+
+    Raises:
+        RuntimeError: none has.
+    """
+    for prefix in prefixes:
+        try:
+            library = ctypes.CDLL(mapped_library(prefix))
+            value = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+        except (OSError, AttributeError, RuntimeError):
+            continue
+        if value:
+            return value
+    raise RuntimeError(f"{function} is in none of the loaded libraries {', '.join(prefixes)}")
