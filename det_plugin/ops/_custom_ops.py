@@ -1,8 +1,9 @@
 """The operators as ``torch.ops.det_plugin.*``: opaque to torch.compile, safe under CUDA graph capture.
 
 Each has a CUDA implementation (the kernels), a fake one (shapes), and, except ``linear``, a CPU one (the
-references).  ``linear_python`` is what the compiled fast path of ``linear`` calls when it cannot serve a call
-(:mod:`det_plugin.ops.linear_fast`).  Importing this module registers them, once per process; it imports no host engine.
+references).  Operators of :data:`COMPILED` may get an implementation in C++ instead (:mod:`det_plugin.ops.linear_fast`,
+:mod:`det_plugin.ops.rows_fast`), which calls ``<name>_python`` where it cannot serve a call.  Importing this module
+registers them, once per process; it imports no host engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ NAMESPACE = "det_plugin"
 
 _SCHEMAS = {
     "linear": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    "linear_python": "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     "rms_norm": "(Tensor x, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
     "fused_add_rms_norm": (
         "(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0) -> (Tensor, Tensor)"
@@ -29,6 +29,9 @@ _SCHEMAS = {
     "mean": "(Tensor x, int[] dim, bool keepdim=False) -> Tensor",
 }
 """The dispatcher passes arguments by position and leaves out trailing defaults."""
+
+COMPILED = ("linear", "rms_norm", "fused_add_rms_norm", "qk_norm_rope")
+"""Operators whose CUDA implementation C++ may replace."""
 
 
 def _linear_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,7 +162,7 @@ def _mean_fake(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> to
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "CUDA": {
-        "linear_python": _linear_cuda,
+        "linear": _linear_cuda,
         "rms_norm": _rms_norm_cuda,
         "fused_add_rms_norm": _fused_add_rms_norm_cuda,
         "qk_norm_rope": _qk_norm_rope_cuda,
@@ -179,7 +182,6 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "Meta": {
         "linear": _linear_fake,
-        "linear_python": _linear_fake,
         "rms_norm": _rms_norm_fake,
         "fused_add_rms_norm": _fused_add_rms_norm_fake,
         "qk_norm_rope": _qk_norm_rope_fake,
@@ -197,30 +199,33 @@ def _register() -> torch.library.Library | None:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
+        if name in COMPILED:
+            library.define(f"{name}_python{schema}")
+            library.impl(f"{name}_python", _IMPLEMENTATIONS["CUDA"][name], "CUDA")
     for key, functions in _IMPLEMENTATIONS.items():
         for name, function in functions.items():
             if key == "Meta":
                 torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=library)
-            else:
+            elif key == "CPU" or name not in COMPILED:
                 library.impl(name, function, key)
     return library
 
 
-def _register_linear() -> torch.library.Library:
+def _replaceable(name: str) -> torch.library.Library:
     implementation = torch.library.Library(NAMESPACE, "FRAGMENT")
-    implementation.impl("linear", _linear_cuda, "CUDA")
+    implementation.impl(name, _IMPLEMENTATIONS["CUDA"][name], "CUDA")
     return implementation
 
 
 library = _register()
 """Keeps the registrations alive; ``library.impl("linear", function, "CPU")`` adds the CPU linear."""
 
-_linear: torch.library.Library | None = None if library is None else _register_linear()
+_python: dict[str, torch.library.Library] = {} if library is None else {name: _replaceable(name) for name in COMPILED}
 
 
-def release_linear() -> None:
-    """Take back the Python implementation of ``linear`` on CUDA, so that a compiled one can be registered."""
-    global _linear
-    if _linear is not None:
-        _linear._destroy()
-        _linear = None
+def release(*names: str) -> None:
+    """Take back the Python implementations of operators on CUDA, so that compiled ones can be registered."""
+    for name in names:
+        implementation = _python.pop(name, None)
+        if implementation is not None:
+            implementation._destroy()

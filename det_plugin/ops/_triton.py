@@ -76,7 +76,7 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
     Returns:
         Its launcher for this grid, which takes ``(*arguments, *constants, stream=)``; None under the interpreter.
     """
-    key = (None if INTERPRET else torch.cuda.current_device(), kernel.fn, constants, *key)
+    key = _launch_key(kernel, key, constants)
     found = _launched.get(key)
     if found is None:
         found = kernel[grid](*arguments, *constants, **options)
@@ -87,6 +87,15 @@ def launch(kernel: Any, key: tuple, grid: tuple[int, int, int], arguments: tuple
     runner = found[grid]
     runner(*arguments, *constants)
     return runner
+
+
+def _launch_key(kernel: Any, key: tuple, constants: tuple) -> tuple:
+    return (None if INTERPRET else torch.cuda.current_device(), kernel.fn, constants, *key)
+
+
+def compiled_form(kernel: Any, key: tuple, constants: tuple) -> Any:
+    """The compiled kernel that :func:`launch` launches with these; None before the first, and under the interpreter."""
+    return _launched.get(_launch_key(kernel, key, constants))
 
 
 def forms(*tensors: torch.Tensor) -> tuple[tuple[torch.dtype, bool], ...]:

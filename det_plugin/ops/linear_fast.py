@@ -49,7 +49,7 @@ def activate() -> bool:
             error,
         )
         return False
-    _custom_ops.release_linear()
+    _custom_ops.release("linear")
     torch.ops.load_library(str(library))
     torch.ops.det_plugin._linear_configure(addresses)
     _active = True

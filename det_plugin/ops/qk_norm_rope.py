@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from det_plugin.ops import rows_fast
 from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    compiled_form,
     forms,
     launch,
     next_power_of_2,
@@ -177,11 +179,21 @@ def qk_norm_rope_kernel(
             num_heads, num_kv_heads, size, lanes, lanes.bit_length() - 1, next_power_of_2(size // 2), per_program,
             CONTRACTIONS.index(contraction), overlap,
         )  # fmt: skip
+        key, arguments = (strides, rows < 2**31, forms(*pointers)), (*pointers, rows, *strides, float(eps))
         launch(
-            _qk_norm_rope_kernel, (strides, rows < 2**31, forms(*pointers)),
-            (cdiv(rows, per_program), 1, 1), (*pointers, rows, *strides, float(eps)), constants,
+            _qk_norm_rope_kernel, key, (cdiv(rows, per_program), 1, 1), arguments, constants,
             num_warps=4, enable_fp_fusion=False, launch_pdl=overlap,
         )  # fmt: skip
+        if rows < 2**31 and k_weight.dtype == q_weight.dtype and rows_fast.active():
+            name = (
+                2, size, qkv.dtype, q_weight.dtype, cos_sin.dtype, CONTRACTIONS.index(contraction), num_heads,
+                num_kv_heads, qkv.device.index, float(eps), *strides,
+            )  # fmt: skip
+            call = (qkv, positions, q_weight, k_weight, cos_sin, num_heads, num_kv_heads, float(eps), contraction)
+            rows_fast.offer(
+                name, compiled_form(_qk_norm_rope_kernel, key, constants), _qk_norm_rope_kernel.arg_names, arguments,
+                per_program, torch.ops.det_plugin.qk_norm_rope, call, (queries, keys),
+            )  # fmt: skip
     return queries, keys
 
 

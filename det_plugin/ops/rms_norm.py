@@ -15,10 +15,12 @@ Contract
 
 import torch
 
+from det_plugin.ops import rows_fast
 from det_plugin.ops._triton import (
     begin,
     can_overlap,
     cdiv,
+    compiled_form,
     forms,
     launch,
     next_power_of_2,
@@ -133,6 +135,8 @@ def _rms_norm_kernel(
 
 def _as_rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """``(x, rows per outer step, outer stride, inner stride)`` of a tensor read in place, or of a copy."""
+    if x.is_contiguous():
+        return x, 1, x.shape[-1], 0
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 1:
@@ -171,15 +175,23 @@ def _launch(
     other = x if residual is None else residual.contiguous()
     scale = x if weight is None else weight.contiguous()
     key = (inner, x_outer, x_inner, rows < 2**31, forms(x, other, scale, y, total))
+    arguments = (x, other, scale, y, total, rows, inner, x_outer, x_inner, float(eps))
+    constants = (
+        n, lanes, lanes.bit_length() - 1, per_program,
+        residual is not None, weight is not None, float(weight_offset), overlap,
+    )  # fmt: skip
     launch(
-        _rms_norm_kernel, key, (cdiv(rows, per_program), 1, 1),
-        (x, other, scale, y, total, rows, inner, x_outer, x_inner, float(eps)),
-        (
-            n, lanes, lanes.bit_length() - 1, per_program,
-            residual is not None, weight is not None, float(weight_offset), overlap,
-        ),
+        _rms_norm_kernel, key, (cdiv(rows, per_program), 1, 1), arguments, constants,
         num_warps=max(4, min(16, lanes * per_program // 512)), enable_fp_fusion=False, launch_pdl=overlap,
     )  # fmt: skip
+    if (inner, x_outer, x_inner) == (1, n, 0) and rows < 2**31 and rows_fast.active():
+        compiled = compiled_form(_rms_norm_kernel, key, constants)
+        kind = None if weight is None else weight.dtype
+        name = (int(residual is not None), n, x.dtype, kind, x.device.index, float(eps), float(weight_offset))
+        call = (x, *(() if residual is None else (residual,)), weight, float(eps), float(weight_offset))
+        operator = torch.ops.det_plugin.rms_norm if residual is None else torch.ops.det_plugin.fused_add_rms_norm
+        results = (y,) if residual is None else (y, total)
+        rows_fast.offer(name, compiled, _rms_norm_kernel.arg_names, arguments, per_program, operator, call, results)
     return y, total
 
 

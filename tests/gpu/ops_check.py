@@ -25,7 +25,7 @@ from torch.nn.functional import rms_norm as stock_rms_norm
 
 import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
 from det_plugin.evidence.fingerprint import fingerprint, package_version
-from det_plugin.ops import linear_cuda, linear_fast
+from det_plugin.ops import linear_cuda, linear_fast, rows_fast
 from det_plugin.ops.blocked_sum import SUM_BLOCK, blocked_product
 from det_plugin.ops.bmm import bmm
 from det_plugin.ops.linear_cuda import LinearDispatcher, canonical_linear, linear_reference
@@ -525,6 +525,42 @@ def environment(commit: str | None) -> dict:
     }
 
 
+def check_compiled_rows() -> None:
+    """Norms and qk_norm_rope: the C++ path against the Python path, and what a call of each costs the processor."""
+    ops, compared, mismatched, control = torch.ops.det_plugin, 0, 0, 0
+    w, heads = torch.randn(4096, device="cuda", dtype=torch.bfloat16), torch.randn(128, device="cuda").bfloat16()
+    table = torch.randn(4096, 128, device="cuda")
+    for m in (1, 2, 7, 64, 513, 4096):
+        x, r = (torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        qkv = torch.randn(m, 48 * 128, device="cuda", dtype=torch.bfloat16)
+        rope = (qkv, torch.arange(m, device="cuda"), heads, heads.flip(0), table, 32, 8, 1e-6, "first")
+        for name, arguments in (
+            ("rms_norm", (x, w, 1e-6, 0.0)),
+            ("fused_add_rms_norm", (x, r, w, 1e-6, 0.0)),
+            ("qk_norm_rope", rope),
+        ):
+            compiled, python = getattr(ops, name), getattr(ops, f"{name}_python")
+            want = python(*arguments)
+            before = ops._rows_launches()
+            got = compiled(*arguments)
+            if ops._rows_launches() != before + 1:
+                failures.append(f"{name}, {m} rows: the compiled path did not serve the call")
+            other = compiled(arguments[0].flip(0), *arguments[1:])
+            for a, b, c in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got, other)), strict=True):
+                compared, mismatched = compared + m, mismatched + differing_rows(a, b)
+                control += differing_rows(a, c)
+            if m == 64:
+                for side, call in (("compiled", compiled), ("python", python)):
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(200):
+                        call(*arguments)
+                    cost = (time.perf_counter() - begin) / 200 * 1e6
+                    print(f"{name} {side}: {cost:.1f} us of processor time a call")
+                    torch.cuda.synchronize()
+    record("norms and rotary embedding, C++ against Python", "1 to 4096 rows", compared, mismatched, control)
+
+
 def geometric_mean(values: list[float]) -> float:
     """exp of the mean logarithm; NaN when empty."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
@@ -546,6 +582,8 @@ def main() -> int:
     print(f"compiled path {linear_fast.active()}, {time.monotonic() - started:.1f} s with a first plan")
     if not linear_fast.active():
         failures.append("the compiled path of linear is off")
+    if not rows_fast.activate():
+        failures.append("the compiled path of norms is off")
     quick = arguments.quick
     models = {"Qwen3-0.6B": SHAPES["Qwen3-0.6B"][:4], "Qwen2.5-7B": SHAPES["Qwen2.5-7B"][:1]} if quick else SHAPES
     some = {"Qwen3-1.7B": [(2048, 6144)], "SmolLM2-135M": SHAPES["SmolLM2-135M"][:4]}
@@ -563,6 +601,7 @@ def main() -> int:
         ("linear fp32", partial(check_linear, dispatcher, some, torch.float32, counts)),
         ("float32 order", partial(check_float32_order, dispatcher)),
         ("linear fp16", partial(check_linear, dispatcher, some, torch.float16, counts)),
+        ("compiled rows", check_compiled_rows),
         ("modes", check_linear_modes),
         ("shapes", partial(check_linear_shapes, dispatcher)),
     ]

@@ -18,7 +18,9 @@ from det_plugin.host.vllm.patching import resolve
 def install(config: DetConfig) -> None:
     """Register both norms; idempotent."""
     import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
+    from det_plugin.ops import rows_fast
 
+    rows_fast.enable()
     resolve("vllm.model_executor.custom_op:CustomOp.register_oot")
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
