@@ -303,6 +303,10 @@ def render(short: bool) -> str:
         ("h200/engine_invariance.json", "random Qwen3-0.6B-shaped model"),
         ("h200/engine_invariance_triton.json", "the random model on TRITON_ATTN, after its order changed"),
         ("h200/engine_invariance_fa3.json", "the random model on FLASH_ATTN, with kernels launched early"),
+        (
+            "h200/engine_invariance_flashinfer.json",
+            "the random model on FLASHINFER, norms launched by C++; its control, prompts uncut, had nothing to find",
+        ),
         ("h200/engine_invariance_smollm2.json", "SmolLM2-135M-Instruct"),
     ):
         if document := load(name):

@@ -336,3 +336,13 @@ def test_row_34_a_cache_that_was_not_emptied_ends_the_test(monkeypatch, flushed)
         with pytest.raises(RuntimeError, match="was not emptied"):
             compositions.run_composition(llm, [], work)
     assert compositions.run_composition(llm, [], {**work, "cold": False}) == []
+
+
+def test_a_control_that_finds_nothing_is_reported():
+    row = lambda backend, ran, found: {
+        "backend": backend,
+        "negative_control_comparisons": ran,
+        "negative_control_mismatches": found,
+    }
+    rows = [row("A", 5, 0), row("A", 4, 1), row("B", 9, 0), row("B", 0, 0), row("C", 0, 0)]
+    assert engine_check.silent_controls(rows) == ["B"]
