@@ -528,6 +528,7 @@ def environment(commit: str | None) -> dict:
 def check_compiled_rows() -> None:
     """Norms and qk_norm_rope: the C++ path against the Python path, and what a call of each costs the processor."""
     ops, compared, mismatched, control = torch.ops.det_plugin, 0, 0, 0
+    costs = {}
     w, heads = torch.randn(4096, device="cuda", dtype=torch.bfloat16), torch.randn(128, device="cuda").bfloat16()
     table = torch.randn(4096, 128, device="cuda")
     for m in (1, 2, 7, 64, 513, 4096):
@@ -555,10 +556,17 @@ def check_compiled_rows() -> None:
                     begin = time.perf_counter()
                     for _ in range(200):
                         call(*arguments)
-                    cost = (time.perf_counter() - begin) / 200 * 1e6
-                    print(f"{name} {side}: {cost:.1f} us of processor time a call")
+                    costs[f"{name} {side}"] = cost = round((time.perf_counter() - begin) / 200 * 1e6, 1)
+                    print(f"{name} {side}: {cost} us of processor time a call")
                     torch.cuda.synchronize()
-    record("norms and rotary embedding, C++ against Python", "1 to 4096 rows", compared, mismatched, control)
+    record(
+        "norms and rotary embedding, C++ against Python",
+        "1 to 4096 rows",
+        compared,
+        mismatched,
+        control,
+        processor_us=costs,
+    )
 
 
 def geometric_mean(values: list[float]) -> float:
