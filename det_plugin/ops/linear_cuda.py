@@ -19,6 +19,7 @@ pieces.  Tables change speed, never bits.
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tuning"
 
+MEASURE_SECONDS = 40.0
+"""How long a process measures problems without a tuning table; the rest waits for the next start."""
+
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] by the contract: float32 bit for bit (slow), others up to the matrix unit's rounding in a step."""
@@ -86,7 +90,8 @@ class LinearDispatcher:
         tables: tuning tables by :func:`table_key`; None reads the committed ones of the GPU model, then those
             measured on this machine.  Problems without a table are measured (mode "auto") or run cuBLASLt.
         progress: called with one line of text per certified schedule.
-        measure: time the candidates of problems without a table, at first use.
+        measure: time the candidates of problems without a table, at first use (mode "auto"), for
+            :data:`MEASURE_SECONDS` in all; a table that was measured whole is kept beside the certificates.
         fast: build and switch on the compiled path (:mod:`det_plugin.ops.linear_fast`) with the first plan.
     """
 
@@ -101,6 +106,7 @@ class LinearDispatcher:
     ) -> None:
         self.store, self.mode, self.progress, self.measure = store, mode, progress, measure
         self.fast = fast
+        self.seconds_left = MEASURE_SECONDS
         self.plans: dict[tuple[int, int, torch.dtype, bool, int], Plan] = {}
         self._given = tables
         self._tables: dict[str, dict[str, Table]] = {}
@@ -165,33 +171,61 @@ class LinearDispatcher:
                 return
 
     def _make(self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int) -> Plan:
-        from det_plugin.ops import linear_tuning
-
         size = dtype.itemsize
         vendor = dtype != torch.float32 and n * size % 16 == 0 and k * size % 16 == 0
         handle = self.handle(device) if vendor else None
         problem = LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
         table = self.table(dtype, n, k, device)
-        measure = table is None and self.measure
-        block = certified_rows(n, k)
-        if table is not None:
-            names = {name for _, name in table if not name.startswith("cublaslt")}
-            named = named_algorithms(problem, table, block)
-        else:
+        if table is None and self.measure and self.mode == "auto":
+            measured = self._measured(n, k, dtype, has_bias, device, problem)
+            if measured is not None:
+                return measured
+        table = table or DEFAULT_TABLES[dtype]
+        names = {name for _, name in table if not name.startswith("cublaslt")}
+        named = named_algorithms(problem, table, certified_rows(n, k))
+        certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), named, problem)
+        return Plan(n, k, dtype, has_bias, table, certificate, problem)
+
+    def _measured(
+        self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int, problem: LinearProblem | None
+    ) -> Plan | None:
+        """A plan whose table was measured just now, among certified schedules, and is kept for later starts.
+
+        None where there is no time or memory for it, or a candidate fails (said in the log): the plan is then made
+        of the default table.  Tables change speed, never bits, so a later start may measure.
+        """
+        from det_plugin.ops import linear_tuning
+
+        name = f"linear N={n} K={k} {str(dtype).removeprefix('torch.')}"
+        free, _ = torch.cuda.mem_get_info(device)
+        if self.seconds_left <= 0 or free < 2 * linear_tuning.memory(n, k, dtype):
+            logger.info(
+                "%s: no tuning table for this GPU, and no %s to measure one now: default schedules",
+                name, "time" if self.seconds_left <= 0 else "memory",
+            )  # fmt: skip
+            return None
+        logger.info("%s: no tuning table for this GPU, measuring schedules (%.0f s left)", name, self.seconds_left)
+        started = time.monotonic()
+        try:
             table = DEFAULT_TABLES[dtype]
             names = {name for _, name in table if not name.startswith("cublaslt")}
-            names |= linear_tuning.candidates(dtype, n, k) if measure else set()
-            named = linear_tuning.alternatives(problem, block) if measure else []
-        certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), named, problem)
-        plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
-        if measure:
-            table = linear_tuning.measure_table(plan, named, torch.device("cuda", device))
+            names |= linear_tuning.candidates(dtype, n, k)
+            named = linear_tuning.alternatives(problem, certified_rows(n, k))
+            certificate = self._certify(n, k, dtype, has_bias, device, sorted(names), named, problem)
             plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
-            if self.store is not None:
+            deadline = started + self.seconds_left
+            table, whole = linear_tuning.measure_table(plan, named, torch.device("cuda", device), deadline)
+            if whole and self.store is not None:
                 gpu = torch.cuda.get_device_name(device)
                 path = table_path(self.store.folder / "tuning", gpu)
-                linear_tuning.save_table(path, gpu, table_key(dtype, n, k), plan.table)
-        return plan
+                linear_tuning.save_table(path, gpu, table_key(dtype, n, k), table)
+            return Plan(n, k, dtype, has_bias, table, certificate, problem)
+        except Exception as error:  # compiler, driver, memory, disk: speed is all that depends on it
+            logger.warning("%s: measuring failed, default schedules: %s", name, error)
+            return None
+        finally:
+            self.seconds_left -= time.monotonic() - started
+            torch.cuda.empty_cache()
 
     def _certify(
         self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int,

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -96,13 +97,35 @@ def rotating_weights(n: int, k: int, dtype: torch.dtype, device: torch.device) -
     return [first, *(torch.roll(first, i + 1, 0) for i in range(copies - 1))]
 
 
-def measure_table(plan: "Plan", named: "list[tuple[Algorithm, int, int]]", device: torch.device) -> Table:
-    """Times the certified schedules at :data:`INTERVALS` and :data:`POINTS`, and ranks them."""
+def memory(n: int, k: int, dtype: torch.dtype) -> int:
+    """Bytes of the weights that :func:`rotating_weights` makes."""
+    return max(2 * n * k * dtype.itemsize, ROTATION_BYTES + n * k * dtype.itemsize)
+
+
+def measure_table(
+    plan: "Plan",
+    named: "list[tuple[Algorithm, int, int]]",
+    device: torch.device,
+    deadline: float = float("inf"),
+) -> tuple[Table, bool]:
+    """Times the certified schedules at :data:`INTERVALS` and :data:`POINTS`, and ranks them.
+
+    Args:
+        plan: certified schedules of one problem.
+        named: cuBLASLt's further suggestions, with the row counts each is certified for.
+        device: where to measure.
+        deadline: value of ``time.monotonic()`` after which no further row count is measured.
+
+    Returns:
+        The table, and whether every row count was measured.
+    """
     weights = rotating_weights(plan.n, plan.k, plan.dtype, device)
     bias = torch.randn(plan.n, device=device, dtype=plan.dtype) if plan.has_bias else None
     times: dict[int, dict[str, float]] = {}
     tiles = [name for name in plan.certificate.accepted if not name.startswith("cublaslt")]
     for m in (rows for rows in (*INTERVALS, *POINTS) if rows <= plan.max_rows):
+        if time.monotonic() > deadline:
+            return (rank(times) if times else plan.table), False
         x = torch.randn(m, plan.k, device=device, dtype=plan.dtype)
         y = torch.empty(m, plan.n, device=device, dtype=plan.dtype)
         vendor = plan.vendor(m)
@@ -118,7 +141,7 @@ def measure_table(plan: "Plan", named: "list[tuple[Algorithm, int, int]]", devic
             name: graph_time([partial(_call, launch, x, w, bias, y) for w in weights])
             for name, launch in launches.items()
         }
-    return rank(times)
+    return rank(times), True
 
 
 def rank(times: Mapping[int, Mapping[str, float]]) -> Table:

@@ -7,18 +7,21 @@ wrongly, so bit-exact tests take float16 and float32, and products of bfloat16 a
 import ctypes
 import ctypes.util
 import itertools
+import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
 
-from det_plugin.ops import linear_schedules
+from det_plugin.evidence.certificates import Certificate
+from det_plugin.ops import linear_schedules, linear_tuning
 from det_plugin.ops._triton import INTERPRET, tree_sum_reference
 from det_plugin.ops.blocked_sum import fused_multiply_add
 from det_plugin.ops.bmm import bmm_kernel, bmm_reference
 from det_plugin.ops.linear_cuda import linear_reference
-from det_plugin.ops.linear_plan import DEFAULT_TABLES
+from det_plugin.ops.linear_plan import DEFAULT_TABLES, Plan, certification_data
 from det_plugin.ops.linear_schedules import CANONICAL, Tile, run_tile
 from det_plugin.ops.mean import mean_kernel, mean_reference
 from det_plugin.ops.rms_norm import (
@@ -335,3 +338,45 @@ def test_mean_refusals():
         mean_kernel(torch.ones(3, dtype=torch.int64), [0], False)
     with pytest.raises(ValueError, match=r"weight: got shape \[4\], expected \[5\]"):
         rms_norm_kernel(x, torch.ones(4), 1e-6)
+
+
+def test_two_measured_tables_have_one_set_of_bytes(fused_dot, monkeypatch):
+    """Whatever the clock says, a machine's own table picks among certified schedules."""
+    canonical = CANONICAL[torch.float32].name
+    tiles = sorted(linear_tuning.candidates(torch.float32, 48, 96))
+    certificate = Certificate("linear", "key", canonical, (canonical, *tiles), {}, (1, 8192))
+    monkeypatch.setattr(linear_tuning, "INTERVALS", (1, 8, 32))
+    monkeypatch.setattr(linear_tuning, "POINTS", ())
+    monkeypatch.setattr(linear_tuning, "ROTATION_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+    n, k = 48, 96
+    unmeasured = Plan(n, k, torch.float32, False, ((None, canonical),), certificate, None)
+    x, w, _ = certification_data(33, n, k, torch.float32, False, torch.device("cpu"))
+
+    def tuned(seed):
+        clock = random.Random(seed)
+
+        def graph_time(calls):
+            calls[0]()
+            return clock.random()
+
+        monkeypatch.setattr(linear_tuning, "graph_time", graph_time)
+        table, whole = linear_tuning.measure_table(unmeasured, [], torch.device("cpu"))
+        assert whole
+        return Plan(n, k, torch.float32, False, table, certificate, None)
+
+    plans = [tuned(seed) for seed in range(4)]
+    compared, names = 0, set()
+    for m in (1, 2, 8, 9, 32, 33):
+        answers = []
+        for plan in plans:
+            y = torch.empty(m, n, dtype=torch.float32)
+            plan.launcher(m)(x[:m], w, None, y, 0)
+            answers.append(y.view(torch.int32))
+        names |= {(m, plan.schedule(m)) for plan in plans}
+        assert all(torch.equal(answers[0], other) for other in answers[1:])
+        compared += m
+    assert len(names) > 6, "the tables must differ"
+    halves = [linear_reference(x[:, part], w[:, part]) for part in (slice(0, 48), slice(48, None))]
+    wrong = halves[0] + halves[1]
+    assert (wrong.view(torch.int32) != answers[0]).any(), "control: K in two halves has other bytes"

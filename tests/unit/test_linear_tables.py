@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from det_plugin.evidence.certificates import Certificate, Difference
-from det_plugin.ops import linear_tuning
+from det_plugin.evidence.certificates import Certificate, CertificateStore, Difference
+from det_plugin.ops import linear_cuda, linear_tuning
 from det_plugin.ops._cublaslt import Algorithm
 from det_plugin.ops.blocked_sum import SUM_BLOCK
 from det_plugin.ops.linear_cuda import TABLES, LinearDispatcher, check_linear_arguments
@@ -261,3 +261,103 @@ def test_control_joining_rows_alone_would_change_others():
     joined = linear_tuning.merge_intervals([(256, "A"), *(row for row in table if row[0] is None or row[0] > 256)])
     assert choice(joined, 4) == "A"
     assert choice(linear_tuning.splice(table, {256: "A"}), 4) == SMALL
+
+
+@pytest.fixture
+def unknown_gpu(monkeypatch):
+    """A GPU without a tuning table on which every schedule is certified; what was measured, and how."""
+    seen = {"free": 2**40, "measured": [], "certified": []}
+
+    def certified(self, n, k, dtype, has_bias, device, names, named, problem):
+        seen["certified"].append(set(names))
+        return Certificate("linear", "key", CANONICAL[dtype].name, (CANONICAL[dtype].name, *names), {}, (1, 8192))
+
+    def measured(plan, named, device, deadline):
+        seen["measured"].append((plan.n, plan.k, deadline))
+        if "error" in seen:
+            raise seen["error"]
+        return ((16, SMALL), (None, "cublaslt")), seen.get("whole", True)
+
+    monkeypatch.setattr(LinearDispatcher, "_certify", certified)
+    monkeypatch.setattr(LinearDispatcher, "handle", lambda self, device: None)
+    monkeypatch.setattr(linear_tuning, "measure_table", measured)
+    monkeypatch.setattr(linear_tuning, "candidates", lambda dtype, n, k: {SMALL, LARGE})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen["free"], 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    return seen
+
+
+def make(store, n=4096, **options):
+    dispatcher = LinearDispatcher(store, measure=True, **options)
+    return dispatcher, dispatcher._make(n, 1536, torch.bfloat16, False, 0)
+
+
+def test_an_unknown_gpu_is_measured_once(unknown_gpu, tmp_path, caplog):
+    caplog.set_level("INFO")
+    store = CertificateStore(tmp_path)
+    dispatcher, first = make(store)
+    assert first.table == ((16, SMALL), (None, "cublaslt"))
+    assert first.schedule(8) == SMALL
+    assert dispatcher.seconds_left < linear_cuda.MEASURE_SECONDS
+    assert "measuring schedules" in caplog.text
+    _, again = make(store)
+    assert again.table == first.table
+    assert len(unknown_gpu["measured"]) == 1
+    assert unknown_gpu["certified"][-1] == {SMALL}, "the second start certifies what its table names"
+    assert len(make(None)[1].table) == 2, "no store: measured, not kept"
+    assert len(unknown_gpu["measured"]) == 2
+
+
+def test_a_table_that_was_cut_short_is_used_and_measured_again(unknown_gpu, tmp_path):
+    unknown_gpu["whole"] = False
+    store = CertificateStore(tmp_path)
+    assert make(store)[1].schedule(8) == SMALL
+    assert make(store)[1].schedule(8) == SMALL
+    assert len(unknown_gpu["measured"]) == 2
+
+
+def test_measuring_stays_within_its_time_and_memory(unknown_gpu, tmp_path, caplog):
+    caplog.set_level("INFO")
+    dispatcher, _ = make(CertificateStore(tmp_path))
+    dispatcher.seconds_left = 0.0
+    assert dispatcher._make(8192, 1536, torch.bfloat16, False, 0).table == DEFAULT_TABLES[torch.bfloat16]
+    assert "no time to measure" in caplog.text
+    unknown_gpu["free"] = 2 * linear_tuning.memory(2048, 1536, torch.bfloat16) - 1
+    assert make(None, 2048)[1].table == DEFAULT_TABLES[torch.bfloat16]
+    assert "no memory to measure" in caplog.text
+    assert [n for n, _, _ in unknown_gpu["measured"]] == [4096]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), OSError("disk full"), ValueError("compiler")], ids=str
+)
+def test_a_failure_while_measuring_leaves_the_default_schedules(unknown_gpu, tmp_path, caplog, error):
+    unknown_gpu["error"] = error
+    dispatcher, made = make(CertificateStore(tmp_path))
+    assert made.table == DEFAULT_TABLES[torch.bfloat16]
+    assert made.schedule(8) == CANON
+    assert str(error) in caplog.text
+    assert dispatcher.seconds_left < linear_cuda.MEASURE_SECONDS
+
+
+def test_required_certificates_are_not_made_by_measuring(unknown_gpu, tmp_path):
+    _, made = make(CertificateStore(tmp_path), mode="require")
+    assert made.table == DEFAULT_TABLES[torch.bfloat16]
+    assert not unknown_gpu["measured"]
+
+
+def test_no_row_count_is_measured_past_the_deadline(monkeypatch):
+    timed, clock = [], iter(range(100))
+    monkeypatch.setattr(linear_tuning, "graph_time", lambda calls: timed.append(len(calls)) or 5.0)
+    monkeypatch.setattr(linear_tuning.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(linear_tuning, "rotating_weights", lambda n, k, dtype, device: [torch.zeros(n, k)] * 3)
+    monkeypatch.setattr(Plan, "bind", lambda self, name, m: lambda *_: None)
+    small = plan(((None, CANON),), (SMALL,))
+    table, whole = linear_tuning.measure_table(small, [], torch.device("cpu"), deadline=2.5)
+    assert not whole
+    assert len(timed) == 6, "three row counts of two tiles"
+    assert table[-1][0] is None
+    assert linear_tuning.measure_table(small, [], torch.device("cpu"), deadline=-1) == (small.table, False)
+    clock = iter(range(100))
+    assert linear_tuning.measure_table(small, [], torch.device("cpu"))[1]

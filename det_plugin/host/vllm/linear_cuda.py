@@ -56,7 +56,7 @@ def install(config: DetConfig) -> None:
     import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
     from det_plugin.ops import linear_cuda
 
-    linear_cuda.configure(certificate_store("cuda"), config.certificates, measure=False)
+    linear_cuda.configure(certificate_store("cuda"), config.certificates, measure=True)
     for method in METHODS:
         wrap(f"{method}.apply", _with_invariant_product)
         wrap(f"{method}.process_weights_after_loading", _with_preparation)
