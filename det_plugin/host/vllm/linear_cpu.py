@@ -99,6 +99,7 @@ def _straight(original: Any) -> Any:
 def install(config: DetConfig) -> None:
     """Route every unquantized product of this process through certified row counts; idempotent."""
     resolve(TARGET)
+    linear_cpu_fast.activate()  # a first build takes seconds: before the weights load, not among them
     manager = plugin_manager()
     if not manager.has_plugin("vllm.onednn"):
         manager.register(_Kernels(), name="vllm.onednn")
