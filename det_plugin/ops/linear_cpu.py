@@ -60,7 +60,9 @@ class LinearKernel:
     Attributes:
         name: for certificates and logs.
         prepare: ``prepare(weight[N, K])`` gives ``run(x[M, K], bias[N] or None, out[M, N]) -> None``,
-            or None where the kernel can't serve this weight.
+            or None where the kernel can't serve this weight.  Where ``run`` is one call of the host's packed
+            product it may say so with an attribute ``onednn_handler``, the tensor that ``_C::onednn_mm`` takes for
+            this weight; calls then need no Python (:mod:`det_plugin.ops.linear_cpu_fast`).
     """
 
     name: str
@@ -105,7 +107,8 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 class InvariantLinear:
     """One weight's product, restricted to certified row counts.
 
-    Call with ``x[..., K]`` and an optional ``bias[N]``; gives ``[..., N]`` in x's dtype.
+    Call with ``x[..., K]`` and an optional ``bias[N]``; gives ``[..., N]`` in x's dtype.  ``whole_rows`` are the
+    certified row counts.
     """
 
     n: int
@@ -114,14 +117,14 @@ class InvariantLinear:
     kernel: str
     run: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] = field(repr=False)
     certificate: Certificate = field(repr=False)
+    whole_rows: frozenset[int] = field(init=False, repr=False)
     _padded: list[int] = field(init=False, repr=False)
-    _whole: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         certified = sorted(_rows_of(name) for name in self.certificate.accepted)
         if not certified:
             raise CertificateError(f"linear ({self.n}, {self.k}) {self.dtype}: no row count is certified")
-        self._whole = frozenset(certified)
+        self.whole_rows = frozenset(certified)
         self._padded = [0] * (certified[-1] + 1)
         for rows in range(1, certified[-1] + 1):
             self._padded[rows] = next(c for c in certified if c >= rows)
@@ -135,7 +138,7 @@ class InvariantLinear:
         shape = x.shape
         if (
             len(shape) == 2
-            and shape[0] in self._whole
+            and shape[0] in self.whole_rows
             and shape[1] == self.k
             and x.dtype is self.dtype
             and x.is_contiguous()
@@ -340,26 +343,51 @@ def prepare_linear(
 _REGISTRY: list[InvariantLinear] = []
 
 
-def register_handle(linear: InvariantLinear) -> torch.Tensor:
+def register_handle(linear: InvariantLinear, kept: int | None = None) -> torch.Tensor:
     """A handle for :func:`torch.ops.det_plugin.cpu_linear`.
 
     It is a tensor, so that compiled graphs take it as an input and layers of one shape share one graph.
+
+    Args:
+        kept: the weight's index on the compiled path, None when it isn't there.
     """
     _REGISTRY.append(linear)
-    return torch.tensor(len(_REGISTRY) - 1, dtype=torch.int64)
+    upper = 0 if kept is None else kept + 1
+    return torch.tensor(upper << 32 | len(_REGISTRY) - 1, dtype=torch.int64)
 
 
+_SIGNATURE = "(Tensor x, Tensor? bias, Tensor handle, SymInt n) -> Tensor"
 _library = torch.library.Library("det_plugin", "FRAGMENT")
-_library.define("cpu_linear(Tensor x, Tensor? bias, Tensor handle, SymInt n) -> Tensor")
+_library.define(f"cpu_linear{_SIGNATURE}")
+_library.define(f"cpu_linear_python{_SIGNATURE}")
 
 
 def _cpu_linear(x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int) -> torch.Tensor:
-    return _REGISTRY[int(handle.item())](x, bias)
+    return _REGISTRY[int(handle.item()) & 0xFFFFFFFF](x, bias)
 
 
 def _cpu_linear_fake(x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, n: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-_library.impl("cpu_linear", _cpu_linear, "CPU")
+_library.impl("cpu_linear_python", _cpu_linear, "CPU")
 torch.library.register_fake("det_plugin::cpu_linear", _cpu_linear_fake, lib=_library)
+_operator: torch.library.Library | None = None
+
+
+def register_operator() -> None:
+    """Serve ``cpu_linear`` from Python."""
+    global _operator
+    _operator = torch.library.Library("det_plugin", "FRAGMENT")
+    _operator.impl("cpu_linear", _cpu_linear, "CPU")
+
+
+def release_operator() -> None:
+    """Take back the Python implementation of ``cpu_linear``, so that a compiled one can be registered."""
+    global _operator
+    if _operator is not None:
+        _operator._destroy()
+        _operator = None
+
+
+register_operator()

@@ -3,12 +3,15 @@
 No CUDA header or library is needed to build: foreign functions are handed over as addresses.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +19,8 @@ import torch
 
 def build(source: Path, key: str, folder: Path | None = None) -> Path:
     """Compile (once per source and torch version) and return the shared library.
+
+    Of several processes at once, one compiles and the others wait for it.
 
     Args:
         source: the C++ file; reads the dispatch key that it registers for as ``DET_KEY``.
@@ -40,8 +45,29 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if not target.exists():
+            _compile(compiler, source, key, target)
+    return target
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes; where it can't be locked they compile side by side, which is safe."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile(compiler: str, source: Path, key: str, target: Path) -> None:
+    """Write ``target`` in one step: no process ever sees half of it."""
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     root = Path(torch.__file__).parent
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so.tmp")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
     command = [
         compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-DDET_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -55,7 +81,6 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
         os.replace(temporary, target)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return target
 
 
 def mapped_library(prefix: str) -> str:

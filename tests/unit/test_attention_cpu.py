@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,3 +151,30 @@ def test_the_hosts_scheduler_never_splits_keys():
     assert seen == {"enable_kv_split": False, "num_reqs": 1}
     with pytest.raises(CertificateError, match="enable_kv_split"):
         wrapped(num_reqs=1)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "VLLM_COMPILE"])
+def test_layers_call_directly_only_where_nothing_is_compiled(monkeypatch, mode):
+    """A compiled graph must keep the host's opaque operator: without it the compiler would see into the kernel."""
+    config = pytest.importorskip("vllm.config", reason="the host is not installed")
+    layers = {"a": SimpleNamespace(use_direct_call=False), "b": SimpleNamespace(use_direct_call=False)}
+    monkeypatch.setattr(
+        config, "get_layers_from_vllm_config", lambda _config, _class, names: {n: layers[n] for n in names}
+    )
+    compilation = SimpleNamespace(mode=config.CompilationMode[mode])
+    builder = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation), layer_names=["a"])
+    attention_cpu._call_directly(builder)
+    assert layers["a"].use_direct_call == (mode == "NONE")
+    assert not layers["b"].use_direct_call
+
+
+def test_the_host_has_a_direct_call():
+    """The flag that is set is one the host reads, and the direct way leads to the same functions."""
+    attention = pytest.importorskip(
+        "vllm.model_executor.layers.attention.attention", reason="the host is not installed"
+    )
+    source = inspect.getsource(attention.Attention.forward)
+    direct, _, operators = source.partition("if self.use_direct_call:")[2].partition("else:")
+    for name in ("unified_kv_cache_update", "unified_attention_with_output"):
+        assert f" {name}(" in direct
+        assert f"torch.ops.vllm.{name}(" in operators

@@ -88,6 +88,7 @@ def install(config: DetConfig) -> None:
                     softcap,
                     config.certificates,
                 )
+            _call_directly(self)
 
         return __init__
 
@@ -137,6 +138,20 @@ def _variants(builder: Any) -> set[tuple[int, float]]:
                 )
         found.add((int(impl.sliding_window), float(impl.logits_soft_cap)))
     return found
+
+
+def _call_directly(builder: Any) -> None:
+    """Let uncompiled layers call the host's Python functions themselves, as the host's ``use_direct_call`` means.
+
+    Through its two operators, which only compiled graphs need, the same functions cost three times the time.
+    """
+    from vllm.config import CompilationMode, get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    if builder.vllm_config.compilation_config.mode != CompilationMode.NONE:
+        return
+    for layer in get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names).values():
+        layer.use_direct_call = True
 
 
 def _without_kv_split(original: Any) -> Any:

@@ -9,7 +9,6 @@ as a small norm.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from det_plugin.config import DetConfig
 from det_plugin.hooks import hookimpl, plugin_manager
 from det_plugin.host.vllm.patching import replace, resolve, wrap
 from det_plugin.host.vllm.store import certificate_store
+from det_plugin.ops import linear_cpu_fast
 from det_plugin.ops.linear_cpu import InvariantLinear, LinearKernel, prepare_linear, register_handle
 
 logger = logging.getLogger("vllm.det_plugin")
@@ -29,24 +29,28 @@ METHOD = "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
 TARGET = "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"
 
 
-def _prepare_onednn(
-    weight: torch.Tensor,
-) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None] | None:
+class _Packed:
+    """The host's packed oneDNN product of one weight."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler  # frees the packed weight when it goes
+        self.onednn_handler: torch.Tensor = handler.handler_tensor
+        self._matmul = torch.ops._C.onednn_mm
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self._matmul(out, x, bias, self.onednn_handler)
+
+
+def _prepare_onednn(weight: torch.Tensor) -> _Packed | None:
     from vllm import _custom_ops as ops
 
     if not ops._supports_onednn:
         return None
     try:
-        handler = ops.create_onednn_mm(weight.t(), PRIMITIVE_CACHE)
+        return _Packed(ops.create_onednn_mm(weight.t(), PRIMITIVE_CACHE))
     except RuntimeError as error:
         logger.info("det_plugin: oneDNN can't pack a %s weight: %s", list(weight.shape), error)
         return None
-    matmul = torch.ops._C.onednn_mm
-
-    def run(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        matmul(out, x, bias, handler.handler_tensor)
-
-    return run
 
 
 class _Kernels:
@@ -63,12 +67,18 @@ class BoundLinear:
 
     def __init__(self, linear: InvariantLinear) -> None:
         self.linear = linear
-        self.handle = register_handle(linear)
+        self.kept = linear_cpu_fast.keep(linear)
+        self.fast = linear_cpu_fast.fast
+        self.handle = register_handle(linear, self.kept)
         self.n = linear.n
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.det_plugin.cpu_linear(x, bias, self.handle, self.n)
+        if self.kept is not None:
+            out = self.fast(x, bias, self.kept)  # type: ignore[misc]
+            if out is not None:
+                return out
         return self.linear(x, bias)
 
 
@@ -76,6 +86,10 @@ def _straight(original: Any) -> Any:
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         linear = getattr(layer, "cpu_linear", None)
         if type(linear) is BoundLinear:
+            if linear.kept is not None and not torch.compiler.is_compiling():
+                out = linear.fast(x, bias, linear.kept)  # type: ignore[misc]
+                if out is not None:
+                    return out
             return linear(x, None, bias)
         return original(self, layer, x, bias)
 
@@ -85,6 +99,7 @@ def _straight(original: Any) -> Any:
 def install(config: DetConfig) -> None:
     """Route every unquantized product of this process through certified row counts; idempotent."""
     resolve(TARGET)
+    linear_cpu_fast.activate()  # a first build takes seconds: before the weights load, not among them
     manager = plugin_manager()
     if not manager.has_plugin("vllm.onednn"):
         manager.register(_Kernels(), name="vllm.onednn")
