@@ -229,3 +229,10 @@ def release(*names: str) -> None:
         implementation = _python.pop(name, None)
         if implementation is not None:
             implementation._destroy()
+
+
+def restore(*names: str) -> None:
+    """Undo :func:`release`, where the compiled implementations could not be loaded."""
+    for name in names:
+        if name not in _python:
+            _python[name] = _replaceable(name)

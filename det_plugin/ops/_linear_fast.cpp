@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -32,6 +33,7 @@ using IsCapturing = int (*)(void*, int*);
 Matmul matmul = nullptr;
 CurrentStream current_stream = nullptr;
 IsCapturing is_capturing = nullptr;
+std::atomic<bool> on{false};  // the three above are written before it is set, and never again
 const float one = 1.0f, zero = 0.0f;
 
 struct Key {
@@ -76,7 +78,7 @@ at::Tensor slow(const at::Tensor& x, const at::Tensor& weight, const std::option
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  if (matmul == nullptr || x.dim() < 1 || weight.dim() != 2 || !x.is_contiguous() || !plain(weight, x)) {
+  if (!on.load(std::memory_order_acquire) || x.dim() < 1 || weight.dim() != 2 || !x.is_contiguous() || !plain(weight, x)) {
     return slow(x, weight, bias);
   }
   const int64_t n = weight.size(0), k = weight.size(1);
@@ -121,9 +123,16 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 
 void configure(std::vector<int64_t> addresses) {
   TORCH_CHECK(addresses.size() == 3, "addresses: got ", addresses.size(), ", expected 3");
-  matmul = reinterpret_cast<Matmul>(addresses[0]);
-  current_stream = reinterpret_cast<CurrentStream>(addresses[1]);
-  is_capturing = reinterpret_cast<IsCapturing>(addresses[2]);
+  if (addresses[0] == 0 || addresses[1] == 0 || addresses[2] == 0) {
+    on.store(false);
+    return;
+  }
+  if (matmul == nullptr) {  // other threads may be reading them since
+    matmul = reinterpret_cast<Matmul>(addresses[0]);
+    current_stream = reinterpret_cast<CurrentStream>(addresses[1]);
+    is_capturing = reinterpret_cast<IsCapturing>(addresses[2]);
+  }
+  on.store(true, std::memory_order_release);
 }
 
 // key: n, k, m, dtype, device, capturing, bias; entry: handle, operation, layouts of w, x, y, algorithm (8).

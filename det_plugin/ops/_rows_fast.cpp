@@ -44,6 +44,7 @@ struct Config {  // CUlaunchConfig
 };
 
 constexpr int kProgrammaticStreamSerialization = 6;
+constexpr int kInvalidContext = 201;
 constexpr size_t kParameters = 32;
 constexpr int kRows = 100;      // source of the row count; 0, 1, ...: the address of a tensor
 constexpr int kConstant = 101;  // source of a fixed number
@@ -54,6 +55,7 @@ using CurrentStream = int (*)(int32_t, void**);
 LaunchKernel launch_kernel = nullptr;
 CurrentStream current_stream = nullptr;
 std::vector<std::string> contractions;
+std::atomic<bool> on{false};  // the three above are written before it is set, and never again
 std::atomic<int64_t> launches{0};
 
 using Key = std::array<int64_t, 12>;
@@ -131,6 +133,7 @@ bool launch(const Form& form, const at::Tensor& x, int64_t rows, const std::arra
   config.attributes = &overlap;
   config.count = form.overlap ? 1 : 0;
   const int status = launch_kernel(&config, form.function, parameters.data(), nullptr);
+  if (status == kInvalidContext) return false;  // a thread's first call; Triton's launcher binds a context
   TORCH_CHECK(status == 0, "cuLaunchKernelEx failed with status ", status);
   launches.fetch_add(1, std::memory_order_relaxed);
   return true;
@@ -141,7 +144,7 @@ using Weight = std::optional<at::Tensor>;
 // Norm and sum of x and residual, or norm alone; nothing where Python must serve the call.
 std::optional<std::tuple<at::Tensor, at::Tensor>> norm(const at::Tensor& x, const at::Tensor* residual,
                                                        const Weight& weight, double eps, double offset) {
-  if (launch_kernel == nullptr || x.dim() < 1 || !x.is_contiguous() || !aligned(x)) return {};
+  if (!on.load(std::memory_order_acquire) || x.dim() < 1 || !x.is_contiguous() || !aligned(x)) return {};
   const int64_t n = x.size(-1);
   if (n == 0 || x.numel() == 0) return {};
   const int64_t rows = x.numel() / n;
@@ -188,7 +191,7 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> rotated(const at::Tensor& qkv,
                                                           const at::Tensor& q_weight, const at::Tensor& k_weight,
                                                           const at::Tensor& cos_sin, int64_t heads, int64_t kv_heads,
                                                           double eps, c10::string_view contraction) {
-  if (launch_kernel == nullptr || qkv.dim() != 2 || q_weight.dim() != 1 || heads < 1 || kv_heads < 1) return {};
+  if (!on.load(std::memory_order_acquire) || qkv.dim() != 2 || q_weight.dim() != 1 || heads < 1 || kv_heads < 1) return {};
   const int64_t size = q_weight.size(0), tokens = qkv.size(0), rows = tokens * (heads + kv_heads);
   if (size == 0 || tokens == 0 || rows > std::numeric_limits<int32_t>::max()) return {};
   if (qkv.size(1) != (heads + 2 * kv_heads) * size || qkv.stride(1) != 1 || !aligned(qkv)) return {};
@@ -225,15 +228,29 @@ std::tuple<at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& qkv, const at:
 
 void configure(std::vector<int64_t> addresses, std::vector<std::string> names) {
   TORCH_CHECK(addresses.size() == 2, "addresses: got ", addresses.size(), ", expected 2");
-  launch_kernel = reinterpret_cast<LaunchKernel>(addresses[0]);
-  current_stream = reinterpret_cast<CurrentStream>(addresses[1]);
-  contractions = std::move(names);
+  if (addresses[0] == 0 || addresses[1] == 0) {
+    on.store(false);
+    return;
+  }
+  if (launch_kernel == nullptr) {  // other threads may be reading them since
+    launch_kernel = reinterpret_cast<LaunchKernel>(addresses[0]);
+    current_stream = reinterpret_cast<CurrentStream>(addresses[1]);
+    contractions = std::move(names);
+  }
+  on.store(true, std::memory_order_release);
+}
+
+Key whole_key(const std::vector<int64_t>& key) {
+  TORCH_CHECK(key.size() <= Key{}.size(), "key: got ", key.size(), " numbers, expected at most ", Key{}.size());
+  Key whole{};
+  std::copy(key.begin(), key.end(), whole.begin());
+  return whole;
 }
 
 // launch: function, threads, shared memory in bytes, overlap, rows per program; parameters: sources and values.
 void keep(std::vector<int64_t> key, std::vector<int64_t> launch, std::vector<int64_t> sources,
           std::vector<int64_t> values) {
-  TORCH_CHECK(key.size() <= Key{}.size() && launch.size() == 5 && sources.size() == values.size() &&
+  TORCH_CHECK(!key.empty() && launch.size() == 5 && sources.size() == values.size() &&
                   sources.size() <= kParameters && launch[4] > 0,
               "wrong number of values");
   const int64_t tensors = key[0] == 2 ? 7 : 5;
@@ -248,10 +265,14 @@ void keep(std::vector<int64_t> key, std::vector<int64_t> launch, std::vector<int
                 "parameter ", i, ": got source ", sources[i]);
     form->parameters.push_back({sources[i], values[i]});
   }
-  Key whole{};
-  std::copy(key.begin(), key.end(), whole.begin());
+  const Key whole = whole_key(key);
   std::unique_lock lock(forms_mutex);
   forms[whole] = std::move(form);
+}
+
+void drop(std::vector<int64_t> key) {
+  std::unique_lock lock(forms_mutex);
+  forms.erase(whole_key(key));
 }
 
 void forget() {
@@ -264,6 +285,7 @@ void forget() {
 TORCH_LIBRARY_FRAGMENT(det_plugin, library) {
   library.def("_rows_configure(int[] addresses, str[] contractions) -> ()", &configure);
   library.def("_rows_keep(int[] key, int[] launch, int[] sources, int[] values) -> ()", &keep);
+  library.def("_rows_drop(int[] key) -> ()", &drop);
   library.def("_rows_forget() -> ()", &forget);
   library.def("_rows_dtype(ScalarType dtype) -> int", [](c10::ScalarType type) { return static_cast<int64_t>(type); });
   library.def("_rows_launches() -> int", [] { return launches.load(); });

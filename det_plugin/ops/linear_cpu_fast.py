@@ -45,14 +45,14 @@ def activate() -> bool:
     from det_plugin.ops import linear_cpu
 
     try:
-        library = native.build(SOURCE, "CPU")
+        native.build(SOURCE, "CPU")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("linear: the compiled path is off, products cost more processor time: %s", error)
         return False
     linear_cpu.release_operator()
     try:
-        torch.ops.load_library(str(library))
-    except (OSError, RuntimeError) as error:
+        native.load(SOURCE, "CPU")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         linear_cpu.register_operator()
         logger.warning("linear: the compiled path is off, products cost more processor time: %s", error)
         return False

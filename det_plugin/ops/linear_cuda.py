@@ -67,6 +67,9 @@ TABLES = Path(__file__).parent / "tuning"
 MEASURE_SECONDS = 40.0
 """How long a process measures problems without a tuning table; the rest waits for the next start."""
 
+LEAST_SECONDS = 10.0
+"""No problem is begun with less time left: its candidates are compiled and certified before the clock is looked at."""
+
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] by the contract: float32 bit for bit (slow), others up to the matrix unit's rounding in a step."""
@@ -90,7 +93,7 @@ class LinearDispatcher:
         tables: tuning tables by :func:`table_key`; None reads the committed ones of the GPU model, then those
             measured on this machine.  Problems without a table are measured (mode "auto") or run cuBLASLt.
         progress: called with one line of text per certified schedule.
-        measure: time the candidates of problems without a table, at first use (mode "auto"), for
+        measure: time the candidates of problems without a table, at first use (mode "auto"), for about
             :data:`MEASURE_SECONDS` in all; a table that was measured whole is kept beside the certificates.
         fast: build and switch on the compiled path (:mod:`det_plugin.ops.linear_fast`) with the first plan.
     """
@@ -110,18 +113,31 @@ class LinearDispatcher:
         self.plans: dict[tuple[int, int, torch.dtype, bool, int], Plan] = {}
         self._given = tables
         self._tables: dict[str, dict[str, Table]] = {}
+        self._measured_tables: dict[str, dict[str, Table]] = {}
         self._handles: dict[int, CublasLt | None] = {}
 
-    def table(self, dtype: torch.dtype, n: int, k: int, device: int) -> Table | None:
-        """Tuning table of one problem, or None."""
+    def table(self, dtype: torch.dtype, n: int, k: int, device: int, has_bias: bool = False) -> Table | None:
+        """Tuning table of one problem, or None: the committed one, which serves both kinds of calls, or one that was
+        measured here with or without a bias."""
         key = table_key(dtype, n, k)
         if self._given is not None:
             return check_table(self._given[key], key) if key in self._given else None
         gpu = torch.cuda.get_device_name(device)
         if gpu not in self._tables:
-            measured = load_tables(table_path(self.store.folder / "tuning", gpu)) if self.store else {}
-            self._tables[gpu] = {**measured, **load_tables(table_path(TABLES, gpu))}
-        return self._tables[gpu].get(key)
+            self._tables[gpu] = load_tables(table_path(TABLES, gpu))
+            self._measured_tables[gpu] = self._read_measured(gpu)
+        return self._tables[gpu].get(key) or self._measured_tables[gpu].get(_measured_key(dtype, n, k, has_bias))
+
+    def _read_measured(self, gpu: str) -> dict[str, Table]:
+        """Tables measured on this machine; none where the file is damaged (said in the log): they change speed only."""
+        if self.store is None:
+            return {}
+        path = table_path(self.store.folder / "tuning", gpu)
+        try:
+            return load_tables(path)
+        except Exception as error:  # whatever the file holds
+            logger.warning("linear: measured tables are not read, schedules are measured again: %s: %r", path, error)
+            return {}
 
     def handle(self, device: int) -> CublasLt | None:
         """cuBLASLt of the current device, or None (said once) when the library is absent."""
@@ -175,7 +191,7 @@ class LinearDispatcher:
         vendor = dtype != torch.float32 and n * size % 16 == 0 and k * size % 16 == 0
         handle = self.handle(device) if vendor else None
         problem = LinearProblem(handle, n, k, str(dtype).removeprefix("torch."), has_bias) if handle else None
-        table = self.table(dtype, n, k, device)
+        table = self.table(dtype, n, k, device, has_bias)
         if table is None and self.measure and self.mode == "auto":
             measured = self._measured(n, k, dtype, has_bias, device, problem)
             if measured is not None:
@@ -198,10 +214,10 @@ class LinearDispatcher:
 
         name = f"linear N={n} K={k} {str(dtype).removeprefix('torch.')}"
         free, _ = torch.cuda.mem_get_info(device)
-        if self.seconds_left <= 0 or free < 2 * linear_tuning.memory(n, k, dtype):
+        if self.seconds_left < LEAST_SECONDS or free < 2 * linear_tuning.memory(n, k, dtype):
             logger.info(
                 "%s: no tuning table for this GPU, and no %s to measure one now: default schedules",
-                name, "time" if self.seconds_left <= 0 else "memory",
+                name, "time" if self.seconds_left < LEAST_SECONDS else "memory",
             )  # fmt: skip
             return None
         logger.info("%s: no tuning table for this GPU, measuring schedules (%.0f s left)", name, self.seconds_left)
@@ -215,10 +231,8 @@ class LinearDispatcher:
             plan = Plan(n, k, dtype, has_bias, table, certificate, problem)
             deadline = started + self.seconds_left
             table, whole = linear_tuning.measure_table(plan, named, torch.device("cuda", device), deadline)
-            if whole and self.store is not None:
-                gpu = torch.cuda.get_device_name(device)
-                path = table_path(self.store.folder / "tuning", gpu)
-                linear_tuning.save_table(path, gpu, table_key(dtype, n, k), table)
+            if whole:
+                self._save_measured(device, _measured_key(dtype, n, k, has_bias), table)
             return Plan(n, k, dtype, has_bias, table, certificate, problem)
         except Exception as error:  # compiler, driver, memory, disk: speed is all that depends on it
             logger.warning("%s: measuring failed, default schedules: %s", name, error)
@@ -226,6 +240,18 @@ class LinearDispatcher:
         finally:
             self.seconds_left -= time.monotonic() - started
             torch.cuda.empty_cache()
+
+    def _save_measured(self, device: int, key: str, table: Table) -> None:
+        from det_plugin.ops import linear_tuning
+
+        if self.store is None:
+            return
+        gpu = torch.cuda.get_device_name(device)
+        path = table_path(self.store.folder / "tuning", gpu)
+        try:
+            linear_tuning.save_table(path, gpu, key, table)
+        except OSError as error:
+            logger.warning("linear: the measured table is not kept, the next start measures again: %s", error)
 
     def _certify(
         self, n: int, k: int, dtype: torch.dtype, has_bias: bool, device: int,
@@ -236,7 +262,8 @@ class LinearDispatcher:
         block = certified_rows(n, k)
         stored = self.store.load("linear", key) if self.store is not None else None
         wanted = {*names, *(f"{a.name}@{low}-{high}" for a, low, high in named)}
-        if stored is not None and wanted <= set(stored.accepted) | set(stored.struck_out):
+        # where nothing may be certified, what a table names beyond the certificate does not run (Plan.certified)
+        if stored is not None and (self.mode == "require" or wanted <= set(stored.accepted) | set(stored.struck_out)):
             if stored.canonical == canonical_tile.name and stored.row_counts[-1] == block:
                 return stored
         vendor = {
@@ -332,6 +359,11 @@ class LinearDispatcher:
             values = None if algorithm is None else plan.problem.values(algorithm, m, bias)
             if values is not None:
                 linear_fast.keep(plan.n, plan.k, m, plan.dtype, device, capturing, bias, values)
+
+
+def _measured_key(dtype: torch.dtype, n: int, k: int, has_bias: bool) -> str:
+    """How a measured table is filed: cuBLASLt's algorithms, and their certificates, differ with a bias."""
+    return table_key(dtype, n, k) + (",bias=1" if has_bias else "")
 
 
 def _refuse(*_: Any) -> None:

@@ -42,15 +42,16 @@ def activate() -> bool:
             native.address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
             native.address("cudaStreamIsCapturing", "libcudart.so", "libtorch_cuda.so"),
         ]
-        library = build()
+        build()
+        _custom_ops.release("linear")
+        native.load(SOURCE, "CUDA")
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        _custom_ops.restore("linear")
         logger.warning(
             "linear: the compiled fast path is off, products outside CUDA graphs cost more processor time: %s",
             error,
         )
         return False
-    _custom_ops.release("linear")
-    torch.ops.load_library(str(library))
     torch.ops.det_plugin._linear_configure(addresses)
     _active = True
     return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from det_plugin.ops.linear_schedules import Table, Tile
+from det_plugin.ops.linear_schedules import Table, Tile, load_tables
 
 if TYPE_CHECKING:
     from det_plugin.ops._cublaslt import Algorithm, LinearProblem
@@ -74,7 +74,7 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 3) -> float
     with torch.cuda.stream(stream):
         calls[0]()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for call in calls:
                 call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -90,10 +90,15 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 3) -> float
     return sorted(times)[len(times) // 2]
 
 
+def _generator(device: torch.device) -> torch.Generator:
+    """Random numbers that leave the process's own generator alone."""
+    return torch.Generator(device).manual_seed(0)
+
+
 def rotating_weights(n: int, k: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Distinct random weights whose sizes add up to more than the L2 cache."""
     copies = max(2, min(400, ROTATION_BYTES // (n * k * dtype.itemsize) + 1))
-    first = torch.randn(n, k, device=device, dtype=dtype)
+    first = torch.randn(n, k, device=device, dtype=dtype, generator=_generator(device))
     return [first, *(torch.roll(first, i + 1, 0) for i in range(copies - 1))]
 
 
@@ -120,13 +125,15 @@ def measure_table(
         The table, and whether every row count was measured.
     """
     weights = rotating_weights(plan.n, plan.k, plan.dtype, device)
-    bias = torch.randn(plan.n, device=device, dtype=plan.dtype) if plan.has_bias else None
+    generator = _generator(device)
+    normal = lambda *shape: torch.randn(*shape, device=device, dtype=plan.dtype, generator=generator)
+    bias = normal(plan.n) if plan.has_bias else None
     times: dict[int, dict[str, float]] = {}
     tiles = [name for name in plan.certificate.accepted if not name.startswith("cublaslt")]
     for m in (rows for rows in (*INTERVALS, *POINTS) if rows <= plan.max_rows):
         if time.monotonic() > deadline:
-            return (rank(times) if times else plan.table), False
-        x = torch.randn(m, plan.k, device=device, dtype=plan.dtype)
+            return splice(plan.table, fastest(times)), False
+        x = normal(m, plan.k)
         y = torch.empty(m, plan.n, device=device, dtype=plan.dtype)
         vendor = plan.vendor(m)
         launches = {} if vendor is None else {"cublaslt": plan.bind(vendor.name, m)}
@@ -144,8 +151,8 @@ def measure_table(
     return rank(times), True
 
 
-def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """The table that times (microseconds by row count and schedule) ask for."""
+def fastest(times: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
+    """Schedules by row count: cuBLASLt's first choice where nothing beats it by its margin."""
     best: dict[int, str] = {}
     for m, measured in times.items():
         if measured:
@@ -156,6 +163,12 @@ def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
                     * (1 if name == "cublaslt" else VENDOR_MARGIN if name.startswith("cublaslt") else TILE_MARGIN)
                 ),
             )
+    return best
+
+
+def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
+    """The table that times (microseconds by row count and schedule) ask for."""
+    best = fastest(times)
     default = "cublaslt" if any("cublaslt" in measured for measured in times.values()) else None
     rows: list[tuple[int | None, str]] = []
     for m in sorted(best):
@@ -164,7 +177,8 @@ def rank(times: Mapping[int, Mapping[str, float]]) -> Table:
                 rows += [(m - 1, default), (m, best[m])]
         else:
             rows.append((m, best[m]))
-    rows.append((None, default or best[max(best)]))
+    last = best[max(best)]
+    rows.append((None, default or ("cublaslt" if last.startswith("cublaslt") else last)))
     return merge_intervals(rows)
 
 
@@ -198,10 +212,13 @@ def _call(launch, x, w, bias, y) -> None:
 
 
 def merge_intervals(rows: Sequence[tuple[int | None, str]]) -> Table:
-    """Join neighbouring intervals with the same schedule; the last one loses its bound."""
+    """Join neighbouring intervals with the same schedule; the last one loses its bound.
+
+    Those of a cuBLASLt algorithm stay apart: it is certified for each interval of its own.
+    """
     merged: list[tuple[int | None, str]] = []
     for bound, name in rows:
-        if merged and merged[-1][1] == name:
+        if merged and merged[-1][1] == name and not name.startswith("cublaslt-"):
             merged[-1] = (bound, name)
         else:
             merged.append((bound, name))
@@ -210,19 +227,19 @@ def merge_intervals(rows: Sequence[tuple[int | None, str]]) -> Table:
 
 
 def save_table(path: Path, gpu: str, key: str, table: Table) -> None:
-    """Add one problem's table to a GPU model's file (atomically)."""
-    document = {"format": 1, "gpu": gpu, "schedules": {}}
-    if path.exists():
-        document = json.loads(path.read_text(encoding="utf-8"))
-    document["schedules"][key] = [list(row) for row in table]  # type: ignore[index]
-    document["schedules"] = dict(sorted(document["schedules"].items()))  # type: ignore[attr-defined]
+    """Add one problem's table to a GPU model's file (atomically); a file that can't be read is written anew."""
+    try:
+        known = load_tables(path)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        known = {}
+    tables = dict(sorted({**known, key: table}.items()))
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in tables.items())
+    head = f'{{\n "format": 1,\n "gpu": {json.dumps(gpu)},\n "schedules": {{\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        lines = ",\n".join(
-            f"  {json.dumps(name)}: {json.dumps(rows)}"
-            for name, rows in document["schedules"].items()  # type: ignore[attr-defined]
-        )
-        head = f'{{\n "format": 1,\n "gpu": {json.dumps(gpu)},\n "schedules": {{\n'
-        file.write(head + lines + "\n }\n}\n")
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(head + lines + "\n }\n}\n")
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

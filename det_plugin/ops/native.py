@@ -8,17 +8,23 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+COMPILE_SECONDS = 180
+LOCK_SECONDS = 60
+
 
 def build(source: Path, key: str, folder: Path | None = None) -> Path:
-    """Compile (once per source and torch version) and return the shared library.
+    """Compile (once per source, torch version, machine and C library) and return the shared library.
 
     Of several processes at once, one compiles and the others wait for it.
 
@@ -30,9 +36,10 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
     Raises:
         RuntimeError: there is no compiler, or it fails.
         OSError: the folder can't be written.
-        subprocess.TimeoutExpired: the compiler takes more than five minutes.
+        subprocess.TimeoutExpired: the compiler takes longer than :data:`COMPILE_SECONDS`.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    compiler = shlex.split(os.environ.get("CXX") or "") or ([found] if found else [])
     if not compiler:
         raise RuntimeError("no C++ compiler (g++, c++, clang++) on the PATH")
     if folder is None:
@@ -40,7 +47,8 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
 
         folder = Path(user_cache_dir("det_plugin")) / "native"
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    text = source.read_bytes() + f"{torch.__version__} {key} {abi}".encode()
+    machine = f"{platform.machine()} {platform.libc_ver()}"
+    text = source.read_bytes() + f"{torch.__version__} {key} {abi} {machine}".encode()
     target = folder / f"{source.stem.strip('_')}-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if target.exists():
         return target
@@ -51,33 +59,61 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
     return target
 
 
+def load(source: Path, key: str) -> None:
+    """Build where needed and load; a library in the cache that does not load is built anew, once.
+
+    Raises:
+        RuntimeError, OSError, subprocess.TimeoutExpired: see :func:`build`; or it does not load.
+    """
+    library = build(source, key)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        library.unlink(missing_ok=True)
+        torch.ops.load_library(str(build(source, key)))
+
+
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; where it can't be locked they compile side by side, which is safe."""
+    """Hold the folder against other processes; where it can't be locked in time they compile side by side, safely."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the same lock
         os.close(handle)
 
 
-def _compile(compiler: str, source: Path, key: str, target: Path) -> None:
+def _compile(compiler: list[str], source: Path, key: str, target: Path) -> None:
     """Write ``target`` in one step: no process ever sees half of it."""
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     root = Path(torch.__file__).parent
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
     command = [
-        compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-DDET_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-DDET_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(source), "-o", temporary,
         f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu",
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=COMPILE_SECONDS
+        )
         if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+            raise RuntimeError(f"{' '.join(compiler)} failed: {done.stderr.strip()[:500]}")
+        os.chmod(temporary, 0o755)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -188,7 +188,8 @@ def _launch(
         compiled = compiled_form(_rms_norm_kernel, key, constants)
         kind = None if weight is None else weight.dtype
         name = (int(residual is not None), n, x.dtype, kind, x.device.index, float(eps), float(weight_offset))
-        call = (x, *(() if residual is None else (residual,)), weight, float(eps), float(weight_offset))
+        scaled = None if weight is None else scale
+        call = (x, *(() if residual is None else (other,)), scaled, float(eps), float(weight_offset))
         operator = torch.ops.det_plugin.rms_norm if residual is None else torch.ops.det_plugin.fused_add_rms_norm
         results = (y,) if residual is None else (y, total)
         rows_fast.offer(name, compiled, _rms_norm_kernel.arg_names, arguments, per_program, operator, call, results)

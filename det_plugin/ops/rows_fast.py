@@ -20,6 +20,7 @@ from det_plugin.ops import native
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "_rows_fast.cpp"
+OPERATORS = ("rms_norm", "fused_add_rms_norm", "qk_norm_rope")
 ROWS, CONSTANT = 100, 101
 """Sources of a kernel's parameter, beside the numbers of its tensors."""
 
@@ -63,12 +64,13 @@ def activate() -> bool:
             native.address("cuLaunchKernelEx", "libcuda.so"),
             native.address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
         ]
-        library = build()
+        build()
+        _custom_ops.release(*OPERATORS)
+        native.load(SOURCE, "CUDA")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _custom_ops.restore(*OPERATORS)
         logger.warning("norms: the compiled path is off, norms outside CUDA graphs cost more processor time: %s", error)
         return False
-    _custom_ops.release("rms_norm", "fused_add_rms_norm", "qk_norm_rope")
-    torch.ops.load_library(str(library))
     torch.ops.det_plugin._rows_configure(addresses, list(CONTRACTIONS))
     _active = True
     return True
@@ -115,19 +117,27 @@ def offer(
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     if any(x.data_ptr() & 15 for x in tensors):
         return
+    if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
+        return  # the kernel was compiled for the current device
     _offered.add(key)
+    numbers = [_number(part) for part in key]
     try:
         sources, values = parameters(compiled, names, arguments)
-    except (ValueError, OSError, AttributeError) as error:
-        logger.warning("norms: Python launches %s: %s", names[0], error)
+        overlap = int(bool(getattr(compiled.metadata, "launch_pdl", False)))
+        threads = 32 * compiled.metadata.num_warps
+        launch = [compiled.function, threads, compiled.metadata.shared, overlap, rows_per_program]
+        torch.ops.det_plugin._rows_keep(numbers, launch, sources, values)
+        before = torch.ops.det_plugin._rows_launches()
+        got = operator(*call)
+        taken = torch.ops.det_plugin._rows_launches() == before + 1
+    except Exception as error:  # of Triton's internals, the driver, the launch: Python goes on as before
+        torch.ops.det_plugin._rows_drop(numbers)
+        logger.warning("norms: Python launches this form: %s: %r", key, error)
         return
-    overlap = int(bool(getattr(compiled.metadata, "launch_pdl", False)))
-    launch = [compiled.function, 32 * compiled.metadata.num_warps, compiled.metadata.shared, overlap, rows_per_program]
-    torch.ops.det_plugin._rows_keep([_number(part) for part in key], launch, sources, values)
-    before = torch.ops.det_plugin._rows_launches()
-    got = operator(*call)
-    if torch.ops.det_plugin._rows_launches() != before + 1:
+    if not taken:  # nothing was proven
+        torch.ops.det_plugin._rows_drop(numbers)
         logger.warning("norms: the compiled path does not take a call that was handed to it: %s", key)
+        return
     for want, have in zip(results, got if isinstance(got, tuple) else (got,), strict=True):
         difference = first_difference(want, have)
         if difference is not None:

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from functools import partial
@@ -559,6 +560,29 @@ def check_compiled_rows() -> None:
                     costs[f"{name} {side}"] = cost = round((time.perf_counter() - begin) / 200 * 1e6, 1)
                     print(f"{name} {side}: {cost} us of processor time a call")
                     torch.cuda.synchronize()
+    for dtype, width, offset, scaled in (  # other forms: two passes, no weight, Gemma's offset, other dtypes
+        (torch.bfloat16, 12288, 0.0, True),
+        (torch.bfloat16, 2304, 1.0, True),
+        (torch.float16, 576, 0.0, True),
+        (torch.float32, 4096, 0.0, True),
+        (torch.bfloat16, 128, 0.0, False),
+    ):
+        x, r = (torch.randn(65, width, device="cuda").to(dtype) for _ in range(2))
+        w = torch.randn(width, device="cuda") if scaled else None
+        for name, arguments in (("rms_norm", (x, w, 1e-5, offset)), ("fused_add_rms_norm", (x, r, w, 1e-5, offset))):
+            want = getattr(ops, f"{name}_python")(*arguments)
+            before = ops._rows_launches()
+            got = getattr(ops, name)(*arguments)
+            if ops._rows_launches() != before + 1:
+                failures.append(f"{name}, {dtype}, width {width}: the compiled path did not serve the call")
+            for a, b in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got)), strict=True):
+                compared, mismatched = compared + 65, mismatched + differing_rows(a, b)
+    answers: list[torch.Tensor] = []  # a thread's first call: no context is current in it
+    thread = threading.Thread(target=lambda: answers.append(torch.ops.det_plugin.rms_norm(x, None, 1e-5, 0.0)))
+    thread.start()
+    thread.join()
+    if not answers or differing_rows(answers[0], ops.rms_norm(x, None, 1e-5, 0.0)):
+        failures.append("rms_norm in a fresh thread failed or differs")
     record(
         "norms and rotary embedding, C++ against Python",
         "1 to 4096 rows",

@@ -217,6 +217,37 @@ def test_the_operator_of_compiled_graphs(folder):
 
 
 @needs_compiler
+def test_layers_of_one_shape_share_compiled_graphs(folder):
+    """One per row count class (one shape, then any), not one per layer."""
+    passes(
+        folder,
+        """
+        from torch._dynamo.testing import CompileCounter
+        from det_plugin.host.vllm import linear_cpu as host
+
+        apply = host._straight(None)
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.cpu_linear = host.BoundLinear(linear_of(96, 64, range(2, 33)))
+
+            def forward(self, x):
+                return apply(None, self, x, None)
+
+        layers, counter = [Layer() for _ in range(6)], CompileCounter()
+        assert len({layer.cpu_linear.kept for layer in layers}) == 6
+        compiled = torch.compile(lambda layer, x: layer(x) * 1.0, backend=counter, fullgraph=True)
+        for layer in layers:
+            for rows in (4, 20, 40):
+                x = torch.randn(rows, 64)
+                assert same(compiled(layer, x), layer.cpu_linear.linear(x))
+        assert counter.frame_count == 2, counter.frame_count
+        """,
+    )
+
+
+@needs_compiler
 def test_the_proof_catches_a_wrong_fast_path(folder):
     """Negative control: a row count that isn't certified, and another weight's handler."""
     out = passes(

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from det_plugin.evidence.certificates import Certificate, CertificateStore, Difference
+from det_plugin.errors import CertificateError
+from det_plugin.evidence.certificates import Certificate, CertificateStore, Difference, Schedule
 from det_plugin.ops import linear_cuda, linear_tuning
 from det_plugin.ops._cublaslt import Algorithm
 from det_plugin.ops.blocked_sum import SUM_BLOCK
@@ -295,7 +296,7 @@ def make(store, n=4096, **options):
 
 def test_an_unknown_gpu_is_measured_once(unknown_gpu, tmp_path, caplog):
     caplog.set_level("INFO")
-    store = CertificateStore(tmp_path)
+    store = CertificateStore("cuda", tmp_path)
     dispatcher, first = make(store)
     assert first.table == ((16, SMALL), (None, "cublaslt"))
     assert first.schedule(8) == SMALL
@@ -311,7 +312,7 @@ def test_an_unknown_gpu_is_measured_once(unknown_gpu, tmp_path, caplog):
 
 def test_a_table_that_was_cut_short_is_used_and_measured_again(unknown_gpu, tmp_path):
     unknown_gpu["whole"] = False
-    store = CertificateStore(tmp_path)
+    store = CertificateStore("cuda", tmp_path)
     assert make(store)[1].schedule(8) == SMALL
     assert make(store)[1].schedule(8) == SMALL
     assert len(unknown_gpu["measured"]) == 2
@@ -319,8 +320,8 @@ def test_a_table_that_was_cut_short_is_used_and_measured_again(unknown_gpu, tmp_
 
 def test_measuring_stays_within_its_time_and_memory(unknown_gpu, tmp_path, caplog):
     caplog.set_level("INFO")
-    dispatcher, _ = make(CertificateStore(tmp_path))
-    dispatcher.seconds_left = 0.0
+    dispatcher, _ = make(CertificateStore("cuda", tmp_path))
+    dispatcher.seconds_left = linear_cuda.LEAST_SECONDS - 0.1
     assert dispatcher._make(8192, 1536, torch.bfloat16, False, 0).table == DEFAULT_TABLES[torch.bfloat16]
     assert "no time to measure" in caplog.text
     unknown_gpu["free"] = 2 * linear_tuning.memory(2048, 1536, torch.bfloat16) - 1
@@ -334,7 +335,7 @@ def test_measuring_stays_within_its_time_and_memory(unknown_gpu, tmp_path, caplo
 )
 def test_a_failure_while_measuring_leaves_the_default_schedules(unknown_gpu, tmp_path, caplog, error):
     unknown_gpu["error"] = error
-    dispatcher, made = make(CertificateStore(tmp_path))
+    dispatcher, made = make(CertificateStore("cuda", tmp_path))
     assert made.table == DEFAULT_TABLES[torch.bfloat16]
     assert made.schedule(8) == CANON
     assert str(error) in caplog.text
@@ -342,7 +343,7 @@ def test_a_failure_while_measuring_leaves_the_default_schedules(unknown_gpu, tmp
 
 
 def test_required_certificates_are_not_made_by_measuring(unknown_gpu, tmp_path):
-    _, made = make(CertificateStore(tmp_path), mode="require")
+    _, made = make(CertificateStore("cuda", tmp_path), mode="require")
     assert made.table == DEFAULT_TABLES[torch.bfloat16]
     assert not unknown_gpu["measured"]
 
@@ -361,3 +362,114 @@ def test_no_row_count_is_measured_past_the_deadline(monkeypatch):
     assert linear_tuning.measure_table(small, [], torch.device("cpu"), deadline=-1) == (small.table, False)
     clock = iter(range(100))
     assert linear_tuning.measure_table(small, [], torch.device("cpu"))[1]
+    whole_rows = linear_tuning.splice(small.table, {1: SMALL})
+    clock = iter([0, 9])
+    monkeypatch.setattr(linear_tuning, "graph_time", lambda calls: 5.0 if calls[0].args[0] == CANON else 1.0)
+    monkeypatch.setattr(Plan, "bind", lambda self, name, m: name)
+    cut, _ = linear_tuning.measure_table(small, [], torch.device("cpu"), deadline=1)
+    assert cut == whole_rows == ((1, SMALL), (None, CANON)), "what was not measured keeps its schedule"
+
+
+class TwoAlgorithms:
+    """A cuBLASLt whose second suggestion is fastest at 8 and 16 rows; with a bias it is another one."""
+
+    def __init__(self, handle, n, k, dtype, has_bias):
+        self.k, self.names = k, ("1", "3") if has_bias else ("1", "2")
+
+    def algorithms(self, m, count=8):
+        return [Algorithm(f"cublaslt-{name}", b"") for name in self.names][:count]
+
+
+@pytest.fixture
+def certifying_gpu(unknown_gpu, monkeypatch):
+    """As ``unknown_gpu``, but certificates are really made, kept and read, and tables really ranked."""
+    monkeypatch.undo()
+    certify = linear_cuda.certify
+
+    def stand_in(operator, key, canonical, schedules, make_inputs, counts, **options):
+        replaced = lambda s: Schedule(s.name, lambda x, *_: x, s.min_rows, s.max_rows, s.row_counts)
+        inputs = lambda start, rows: (torch.zeros(rows, 1),)
+        return certify(operator, key, replaced(canonical), [replaced(s) for s in schedules], inputs, counts, **options)
+
+    def graph_time(calls):
+        name, x = calls[0].args[:2]
+        return 1.0 if name in ("cublaslt-2", "cublaslt-3") and len(x) in (8, 16) else 2.0
+
+    monkeypatch.setattr(linear_cuda, "certify", stand_in)
+    monkeypatch.setattr(linear_cuda, "LinearProblem", TwoAlgorithms)
+    monkeypatch.setattr(LinearDispatcher, "handle", lambda self, device: object())
+    monkeypatch.setattr(linear_tuning, "graph_time", graph_time)
+    monkeypatch.setattr(linear_tuning, "candidates", lambda dtype, n, k: {SMALL})
+    monkeypatch.setattr(linear_tuning, "rotating_weights", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr(linear_tuning, "_generator", lambda device: None)
+    monkeypatch.setattr(Plan, "bind", lambda self, name, m: name)
+    monkeypatch.setattr(Plan, "bind_algorithm", lambda self, algorithm, m: algorithm.name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    for name in ("randn", "empty"):
+        function = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *shape, f=function, **_: f(shape[0], 1))
+    return linear_cuda
+
+
+def certifications(monkeypatch):
+    made = []
+    certify = linear_cuda.certify
+    monkeypatch.setattr(linear_cuda, "certify", lambda *a, **k: made.append(a[1]) or certify(*a, **k))
+    return made
+
+
+@pytest.mark.parametrize("biases", [(False,), (True,), (False, True), (True, False)])
+def test_a_start_that_requires_certificates_follows_one_that_measured(certifying_gpu, tmp_path, monkeypatch, biases):
+    """Neighbouring choices of one algorithm, and one shape with and without a bias, in one process."""
+    store = CertificateStore("cuda", tmp_path)
+    first = LinearDispatcher(store, measure=True)
+    chosen = {bias: first._make(4096, 1024, torch.bfloat16, bias, 0).schedule(12) for bias in biases}
+    assert chosen == {bias: "cublaslt-3" if bias else "cublaslt-2" for bias in biases}
+    made = certifications(monkeypatch)
+    for mode in ("require", "auto", "require"):
+        again = LinearDispatcher(store, mode, measure=True)
+        for bias in biases:
+            plan = again._make(4096, 1024, torch.bfloat16, bias, 0)
+            assert [plan.schedule(m) for m in (8, 12, 16)] == [chosen[bias]] * 3
+    assert not made, "nothing is certified twice"
+
+
+def test_required_certificates_outweigh_a_table_that_names_more(certifying_gpu, tmp_path):
+    """A table of another version names what was never certified: it does not run, and nothing is refused."""
+    store = CertificateStore("cuda", tmp_path)
+    LinearDispatcher(store)._make(4096, 1024, torch.bfloat16, False, 0)
+    key = table_key(torch.bfloat16, 4096, 1024)
+    newer = {key: [[16, "cublaslt-2"], [64, SMALL], [None, "cublaslt"]]}
+    plan = LinearDispatcher(store, "require", newer)._make(4096, 1024, torch.bfloat16, False, 0)
+    assert [plan.schedule(m) for m in (8, 64, 65)] == ["cublaslt-1"] * 3
+    with pytest.raises(CertificateError, match="missing"):  # control: no certificate at all
+        LinearDispatcher(store, "require", newer)._make(4096, 2048, torch.bfloat16, False, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"format": 1}', "[]", '{"format": 1, "schedules": {"k": [[null, "old-tile"]]}}', "\x00"]
+)
+def test_a_damaged_measured_table_is_measured_again(unknown_gpu, tmp_path, caplog, text):
+    store = CertificateStore("cuda", tmp_path)
+    path = table_path(store.folder / "tuning", "Some GPU")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert make(store)[1].schedule(8) == SMALL
+    assert "measured tables are not read" in caplog.text
+    assert list(load_tables(path)) == [table_key(torch.bfloat16, 4096, 1536)]
+    caplog.clear()
+    assert make(store)[1].schedule(8) == SMALL
+    assert not caplog.records
+    assert len(unknown_gpu["measured"]) == 1
+
+
+def test_a_table_that_can_not_be_kept_still_serves(unknown_gpu, tmp_path, caplog, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(linear_tuning.os, "replace", full)
+    assert make(CertificateStore("cuda", tmp_path))[1].schedule(8) == SMALL
+    assert "no space left" in caplog.text
+    assert not list(tmp_path.rglob("*.tmp"))

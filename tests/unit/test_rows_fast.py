@@ -141,6 +141,8 @@ try:
     raise SystemExit("a failed launch passed")
 except RuntimeError as error:
     assert "status 700" in str(error), error
+state["fail"] = 201
+assert is_slow(norm, x, w, 1e-6), "a thread without a context: Python binds one"
 state["fail"], state["stream"] = 0, 1
 assert is_slow(norm, x, w, 1e-6), "no stream"
 state["stream"] = 0
@@ -152,8 +154,10 @@ for i, part in ((0, [0] * 13), (1, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 0]), (2, [5])
         raise SystemExit("a bad form passed")
     except RuntimeError:
         pass
+ops._rows_drop([rows_fast._number(part) for part in (0, 32, F32, F32, CPU, 1e-6, 0.0)])
+assert is_slow(norm, x, w, 1e-6) and not is_slow(rope, *arguments), "one form is dropped"
 ops._rows_forget()
-assert is_slow(norm, x, w, 1e-6)
+assert is_slow(rope, *arguments)
 keep((0, 32, F32, F32, CPU, 1e-6, 0.0), [0x77, 128, 64, 1, 4], [0], [0])
 assert not is_slow(norm, x, w, 1e-6)
 rows_fast._active = True
@@ -257,14 +261,18 @@ rows_fast.parameter_sizes = lambda function: [8, 4, 8, 8]
 state = {"capturing": False}
 torch.cuda.is_current_stream_capturing = lambda: state["capturing"]
 x, y = torch.randn(3, 8), torch.randn(3, 8)
-calls = []
+calls, dropped = [], []
 def offer(name, got, x=x, hits=True):
     def operator(*arguments):
         calls.append(arguments)
+        if isinstance(got, Exception):
+            raise got
         return got
     launches = iter([0, int(hits)])
     class Ops:  # counts as if the compiled path had launched, or not
         def __getattr__(self, name):
+            if name == "_rows_drop":
+                return dropped.append
             return (lambda: next(launches)) if name == "_rows_launches" else getattr(torch.ops.det_plugin, name)
     shim = SimpleNamespace(**{**vars(torch), "ops": SimpleNamespace(det_plugin=Ops())})
     rows_fast.torch = shim
@@ -280,7 +288,12 @@ state["capturing"] = False
 offer(1, y.clone())
 offer(1, y.clone())
 assert len(calls) == 1 and rows_fast.active(), "proven once"
+assert not dropped
 offer(2, y.clone(), hits=False)
+assert [key[-1] for key in dropped] == [2], "not proven, not used"
+offer(4, RuntimeError("status 700"))
+offer(5, KeyError("of Triton's"))
+assert [key[-1] for key in dropped] == [2, 4, 5] and rows_fast.active()
 wrong = y.clone(); wrong[2, 5] = torch.nextafter(wrong[2, 5], torch.tensor(9.0))
 offer(3, wrong)
 assert not rows_fast.active(), "a differing byte switches it off"
@@ -300,6 +313,7 @@ def test_a_form_is_proven_when_it_is_handed_over(tmp_path):
     assert "differs at" in done.stderr
     assert "switched off" in done.stderr
     assert done.stderr.count("does not take a call") == 1
+    assert done.stderr.count("Python launches this form") == 2
 
 
 def test_no_compiler_is_said(monkeypatch, caplog):

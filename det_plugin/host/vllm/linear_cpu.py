@@ -86,7 +86,8 @@ def _straight(original: Any) -> Any:
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         linear = getattr(layer, "cpu_linear", None)
         if type(linear) is BoundLinear:
-            if linear.kept is not None and not torch.compiler.is_compiling():
+            # not the other way round: compiled layers would each be guarded by their own number
+            if not torch.compiler.is_compiling() and linear.kept is not None:
                 out = linear.fast(x, bias, linear.kept)  # type: ignore[misc]
                 if out is not None:
                     return out
