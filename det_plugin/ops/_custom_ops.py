@@ -234,5 +234,5 @@ def release(*names: str) -> None:
 def restore(*names: str) -> None:
     """Undo :func:`release`, where the compiled implementations could not be loaded."""
     for name in names:
-        if name not in _python:
+        if library is not None and name not in _python:
             _python[name] = _replaceable(name)
