@@ -52,11 +52,12 @@ def activate() -> bool:
     linear_cpu.release_operator()
     try:
         native.load(SOURCE, "CPU")
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        operator = torch.ops.det_plugin._cpu_linear_fast.default
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         linear_cpu.register_operator()
         logger.warning("linear: the compiled path is off, products cost more processor time: %s", error)
         return False
-    fast = torch.ops.det_plugin._cpu_linear_fast.default._op  # without the Python frame of OpOverload.__call__
+    fast = operator._op  # without the Python frame of OpOverload.__call__
     return True
 
 

@@ -45,6 +45,7 @@ def activate() -> bool:
         build()
         _custom_ops.release("linear")
         native.load(SOURCE, "CUDA")
+        torch.ops.det_plugin._linear_configure(addresses)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         _custom_ops.restore("linear")
         logger.warning(
@@ -52,7 +53,6 @@ def activate() -> bool:
             error,
         )
         return False
-    torch.ops.det_plugin._linear_configure(addresses)
     _active = True
     return True
 

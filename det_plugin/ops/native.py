@@ -38,10 +38,6 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
         OSError: the folder can't be written.
         subprocess.TimeoutExpired: the compiler takes longer than :data:`COMPILE_SECONDS`.
     """
-    found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    compiler = shlex.split(os.environ.get("CXX") or "") or ([found] if found else [])
-    if not compiler:
-        raise RuntimeError("no C++ compiler (g++, c++, clang++) on the PATH")
     if folder is None:
         from platformdirs import user_cache_dir
 
@@ -50,13 +46,38 @@ def build(source: Path, key: str, folder: Path | None = None) -> Path:
     machine = f"{platform.machine()} {platform.libc_ver()}"
     text = source.read_bytes() + f"{torch.__version__} {key} {abi} {machine}".encode()
     target = folder / f"{source.stem.strip('_')}-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if target.exists():
+    if _whole(target):
         return target
+    compiler = _compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        if not target.exists():
+        if not _whole(target):
             _compile(compiler, source, key, target)
     return target
+
+
+def _compiler() -> list[str]:
+    """The compiler and its first arguments."""
+    found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    try:
+        compiler = shlex.split(os.environ.get("CXX") or "") or ([found] if found else [])
+    except ValueError as error:
+        raise RuntimeError(f"CXX: got {os.environ['CXX']!r}: {error}") from None
+    if not compiler:
+        raise RuntimeError("no C++ compiler (g++, c++, clang++) on the PATH")
+    return compiler
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _whole(library: Path) -> bool:
+    """Whether a library is as it was written: a damaged one may load and crash."""
+    try:
+        return _digest_file(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
 
 
 def load(source: Path, key: str) -> None:
@@ -114,7 +135,9 @@ def _compile(compiler: list[str], source: Path, key: str, target: Path) -> None:
         os.chmod(temporary, 0o755)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        digest = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
         os.replace(temporary, target)
+        _digest_file(target).write_text(digest)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

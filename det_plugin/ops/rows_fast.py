@@ -67,11 +67,11 @@ def activate() -> bool:
         build()
         _custom_ops.release(*OPERATORS)
         native.load(SOURCE, "CUDA")
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        torch.ops.det_plugin._rows_configure(addresses, list(CONTRACTIONS))
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         _custom_ops.restore(*OPERATORS)
         logger.warning("norms: the compiled path is off, norms outside CUDA graphs cost more processor time: %s", error)
         return False
-    torch.ops.det_plugin._rows_configure(addresses, list(CONTRACTIONS))
     _active = True
     return True
 

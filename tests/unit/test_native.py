@@ -81,15 +81,46 @@ def test_a_lock_that_is_never_released_delays_and_does_not_stop(source, tmp_path
     os.close(handle)
 
 
+def cut(data):
+    return data[: len(data) // 2]
+
+
+def zeroed(data):
+    return data[:8192] + bytes(len(data) - 8192)
+
+
 @needs_compiler
-def test_a_damaged_library_is_built_anew_once(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", cut, zeroed, lambda data: data[:-1]], ids=["empty", "half", "zeroed", "a byte less"]
+)
+def test_a_damaged_library_is_built_anew(source, tmp_path, monkeypatch, damage):
+    """Loading it could end the process, so its digest is looked at first."""
     folder = tmp_path / "cache"
+    library = native.build(source, "CPU", folder)
+    whole = library.read_bytes()
+    library.write_bytes(damage(whole))  # not loaded yet
     build = native.build
     monkeypatch.setattr(native, "build", lambda path, key: build(path, key, folder))
-    library = native.build(source, "CPU")
-    library.write_bytes(b"")  # not loaded yet
     native.load(source, "CPU")
-    assert library.stat().st_size > 0
+    assert len(library.read_bytes()) == len(whole)
+    assert build(source, "CPU", folder) == library
+
+
+def test_a_library_in_the_cache_needs_no_compiler(source, tmp_path, monkeypatch):
+    compiler(tmp_path, monkeypatch, WRITE_OUTPUT)
+    library = native.build(source, "CPU", tmp_path / "cache")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert native.build(source, "CPU", tmp_path / "cache") == library
+    library.write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
+        native.build(source, "CPU", tmp_path / "cache")
+
+
+def test_an_unbalanced_quote_in_the_compilers_name(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "-O2')
+    with pytest.raises(RuntimeError, match="CXX: got"):
+        native.build(source, "CPU", tmp_path / "cache")
 
 
 def test_what_a_compiler_writes_need_not_load(source, tmp_path, monkeypatch):
