@@ -425,6 +425,7 @@ class PackedStandIn:
 def test_no_compiler_is_said_once_and_python_goes_on(monkeypatch, tmp_path, caplog, fresh):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a library in the user's own cache would need no compiler
     certificate = Certificate("linear_cpu", "k", "rows=16", ("rows=2", "rows=16"), {}, (1,))
     linear = InvariantLinear(32, 32, torch.float32, "x", PackedStandIn(), certificate)
     with caplog.at_level(logging.WARNING):
