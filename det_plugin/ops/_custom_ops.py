@@ -6,10 +6,17 @@ references).  Operators of :data:`COMPILED` may get an implementation in C++ ins
 registers them, once per process; it imports no host engine.
 """
 
+import logging
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from det_plugin.ops import native
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "det_plugin"
 
@@ -229,6 +236,35 @@ def release(*names: str) -> None:
         implementation = _python.pop(name, None)
         if implementation is not None:
             implementation._destroy()
+
+
+def compile_operators(
+    source: Path,
+    names: Sequence[str],
+    functions: Sequence[tuple[str, ...]],
+    configure: Callable[[list[int]], None],
+    otherwise: str,
+) -> bool:
+    """Let a C++ source serve operators on CUDA in place of Python.
+
+    Args:
+        source: registers ``names`` for the dispatch key ``DET_KEY``.
+        names: of :data:`COMPILED`.
+        functions: what it calls: a name, then the libraries that may hold it (:func:`native.address`).
+        configure: takes their addresses, once the source is loaded.
+        otherwise: said in the log, with the reason, where that is not possible and Python goes on.
+    """
+    try:
+        addresses = [native.address(*function) for function in functions]
+        native.build(source, "CUDA")  # takes seconds: calls go on meanwhile
+        release(*names)
+        native.load(source, "CUDA")
+        configure(addresses)
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        restore(*names)
+        logger.warning("%s: %s", otherwise, error)
+        return False
+    return True
 
 
 def restore(*names: str) -> None:

@@ -5,15 +5,11 @@ It saves processor time outside CUDA graphs and changes no bits: it replays cert
 and the log says so once.
 """
 
-import logging
-import subprocess
 from pathlib import Path
 
 import torch
 
 from det_plugin.ops import native
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "_linear_fast.cpp"
 _active = False
@@ -36,25 +32,18 @@ def activate() -> bool:
         return True
     from det_plugin.ops import _custom_ops
 
-    try:
-        addresses = [
-            native.address("cublasLtMatmul", "libcublasLt.so"),
-            native.address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
-            native.address("cudaStreamIsCapturing", "libcudart.so", "libtorch_cuda.so"),
-        ]
-        build()
-        _custom_ops.release("linear")
-        native.load(SOURCE, "CUDA")
-        torch.ops.det_plugin._linear_configure(addresses)
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        _custom_ops.restore("linear")
-        logger.warning(
-            "linear: the compiled fast path is off, products outside CUDA graphs cost more processor time: %s",
-            error,
-        )
-        return False
-    _active = True
-    return True
+    _active = _custom_ops.compile_operators(
+        SOURCE,
+        ["linear"],
+        [
+            ("cublasLtMatmul", "libcublasLt.so"),
+            ("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
+            ("cudaStreamIsCapturing", "libcudart.so", "libtorch_cuda.so"),
+        ],
+        lambda addresses: torch.ops.det_plugin._linear_configure(addresses),  # noqa: PLW0108  (not there before loading)
+        "linear: the compiled fast path is off, products outside CUDA graphs cost more processor time",
+    )
+    return _active
 
 
 def deactivate() -> None:

@@ -8,7 +8,6 @@ Without a C++ compiler the Python path stays on, and the log says so once.
 import ctypes
 import logging
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +58,17 @@ def activate() -> bool:
     from det_plugin.ops import _custom_ops
     from det_plugin.ops.qk_norm_rope import CONTRACTIONS
 
-    try:
-        addresses = [
-            native.address("cuLaunchKernelEx", "libcuda.so"),
-            native.address("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
-        ]
-        build()
-        _custom_ops.release(*OPERATORS)
-        native.load(SOURCE, "CUDA")
-        torch.ops.det_plugin._rows_configure(addresses, list(CONTRACTIONS))
-    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        _custom_ops.restore(*OPERATORS)
-        logger.warning("norms: the compiled path is off, norms outside CUDA graphs cost more processor time: %s", error)
-        return False
-    _active = True
-    return True
+    _active = _custom_ops.compile_operators(
+        SOURCE,
+        OPERATORS,
+        [
+            ("cuLaunchKernelEx", "libcuda.so"),
+            ("aoti_torch_get_current_cuda_stream", "libtorch_cuda.so", "libtorch_python.so"),
+        ],
+        lambda addresses: torch.ops.det_plugin._rows_configure(addresses, list(CONTRACTIONS)),
+        "norms: the compiled path is off, norms outside CUDA graphs cost more processor time",
+    )
+    return _active
 
 
 def deactivate() -> None:

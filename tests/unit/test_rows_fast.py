@@ -321,7 +321,7 @@ def test_no_compiler_is_said(monkeypatch, caplog):
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(rows_fast.native, "address", lambda *names: 1)
-    monkeypatch.setattr(rows_fast, "build", fail)
+    monkeypatch.setattr(rows_fast.native, "build", fail)
     monkeypatch.setattr(rows_fast, "_wanted", False)
     rows_fast.enable()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
