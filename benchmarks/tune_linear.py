@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from linear_shapes import SHAPES
 from torch.nn.functional import linear as stock_linear
 
 from det_plugin.evidence.certificates import first_difference
@@ -39,17 +40,6 @@ from det_plugin.ops.linear_tuning import (
     save_table,
     splice,
 )
-
-SHAPES = {
-    "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
-    "Qwen3-1.7B": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (151936, 2048)],
-    "Qwen3-8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
-    "Llama-3.1-8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
-    "Qwen2.5-7B": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)],
-    "Gemma-3-4B": [(4096, 2560), (2560, 2048), (20480, 2560), (2560, 10240), (262208, 2560)],
-    "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
-}
-"""(N, K) of the fused QKV, attention output, fused gate and up, down projection, and lm_head."""
 
 EIGHT = [
     "swap-8x16x512-w1-s4",

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +25,9 @@ from typing import Any, Literal
 from det_plugin.errors import CertificateError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 10.0
+"""How often a long certification says in the log how far it is."""
 
 FORMAT = 1
 """Version of the file format; files of another version are rebuilt."""
@@ -325,7 +329,12 @@ def certify(
     accepted: list[str] = []
     struck: dict[str, Difference] = {}
     compared = 0
-    for schedule in (canonical, *(s for s in schedules if s.name != canonical.name)):
+    logger.info("%s %s: certifying %d schedules (first start only)", operator, key, len(names))
+    begun = said = time.monotonic()
+    for number, schedule in enumerate((canonical, *(s for s in schedules if s.name != canonical.name))):
+        if time.monotonic() - said > PROGRESS_SECONDS:
+            said = time.monotonic()
+            logger.info("%s %s: %d of %d schedules after %.0f s", operator, key, number, len(names), said - begun)
         difference = None
         for rows in counts if schedule.row_counts is None else sorted(set(schedule.row_counts)):
             if not schedule.serves(rows):
@@ -360,7 +369,7 @@ def certify(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     for name, difference in struck.items():
-        logger.info("%s for %s: schedule %s struck out: %s", operator, key, name, difference)
+        logger.debug("%s for %s: schedule %s struck out: %s", operator, key, name, difference)
     return store.save(certificate) if store is not None else certificate
 
 

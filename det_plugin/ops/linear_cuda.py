@@ -233,6 +233,8 @@ class LinearDispatcher:
             table, whole = linear_tuning.measure_table(plan, named, torch.device("cuda", device), deadline)
             if whole:
                 self._save_measured(device, _measured_key(dtype, n, k, has_bias), table)
+            seconds = time.monotonic() - started
+            logger.info("%s: measured in %.1f s%s", name, seconds, "" if whole else ", not to the end")
             return Plan(n, k, dtype, has_bias, table, certificate, problem)
         except Exception as error:  # compiler, driver, memory, disk: speed is all that depends on it
             logger.warning("%s: measuring failed, default schedules: %s", name, error)

@@ -39,7 +39,7 @@ class Runner:
 @pytest.fixture(scope="module")
 def runner(probe, tiny_model, tmp_path_factory):
     found = Runner(probe, tiny_model, tmp_path_factory.mktemp("jobs"))
-    found.expected, _ = found.run()
+    found.expected, found.first_log = found.run()
     return found
 
 
@@ -67,6 +67,14 @@ def add_a_schedule(path):
     document = json.loads(path.read_text())
     document["certificate"]["accepted"].append("rows=999")
     path.write_text(json.dumps(document))
+
+
+def test_a_first_start_says_what_it_certifies_in_the_hosts_format(runner):
+    lines = [line for line in runner.first_log.splitlines() if "schedules (first start only)" in line]
+    assert {"linear_cpu", "attention_cpu"} <= {word for line in lines for word in line.split()}
+    assert all("INFO" in line and "[certificates.py:" in line for line in lines)
+    _, second = runner.run()
+    assert "schedules (first start only)" not in second
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, empty, binary, add_a_schedule], ids=lambda f: f.__name__)

@@ -29,6 +29,7 @@ MODELS = {
     "qwen3-0.6b": ("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 32000),
     "qwen3-tiny": ("Qwen3ForCausalLM", 256, 512, 2, 4, 2, 64, 4096),
     "llama-135m": ("LlamaForCausalLM", 576, 1536, 30, 9, 3, 64, 49152),
+    "qwen3-8b-two-layers": ("Qwen3ForCausalLM", 4096, 12288, 2, 32, 8, 128, 151936),
     "gemma-256": ("LlamaForCausalLM", 1024, 4096, 12, 8, 4, 256, 32000),
 }
 """Random-weight models: untied embeddings, N(0, 1/sqrt(fan_in)), lm_head x3, so that answers are diverse."""

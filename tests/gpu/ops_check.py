@@ -24,6 +24,9 @@ from timing import graph_pairs, wall_time
 from torch.nn.functional import linear as stock_linear
 from torch.nn.functional import rms_norm as stock_rms_norm
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from linear_shapes import SHAPES
+
 import det_plugin.ops._custom_ops  # noqa: F401  registers torch.ops.det_plugin.*
 from det_plugin.evidence.fingerprint import fingerprint, package_version
 from det_plugin.ops import linear_cuda, linear_fast, rows_fast
@@ -35,17 +38,6 @@ from det_plugin.ops.linear_schedules import CANONICAL, Tile, run_tile, table_key
 from det_plugin.ops.linear_tuning import candidates, rotating_weights
 from det_plugin.ops.mean import mean, mean_reference
 from det_plugin.ops.qk_norm_rope import find_contraction, qk_norm_rope, qk_norm_rope_reference
-
-SHAPES = {
-    "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
-    "Qwen3-1.7B": [(4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (151936, 2048)],
-    "Qwen3-8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
-    "Llama-3.1-8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
-    "Qwen2.5-7B": [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)],
-    "Gemma-3-4B": [(4096, 2560), (2560, 2048), (20480, 2560), (2560, 10240), (262208, 2560)],
-    "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
-}
-"""(N, K) of the fused QKV, attention output, fused gate and up, down projection, and lm_head."""
 
 BIASED = {("Qwen2.5-7B", (4608, 3584))}
 SPEED_ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
@@ -575,8 +567,14 @@ def check_compiled_rows() -> None:
             got = getattr(ops, name)(*arguments)
             if ops._rows_launches() != before + 1:
                 failures.append(f"{name}, {dtype}, width {width}: the compiled path did not serve the call")
-            for a, b in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got)), strict=True):
+            other = getattr(ops, name)(arguments[0].flip(0), *arguments[1:])
+            found = 0
+            for a, b, c in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got, other)), strict=True):
                 compared, mismatched = compared + 65, mismatched + differing_rows(a, b)
+                found += differing_rows(a, c)
+            control += found
+            if not found:
+                failures.append(f"{name}, {dtype}, width {width}: rows in another order give the same bytes")
     answers: list[torch.Tensor] = []  # a thread's first call: no context is current in it
     thread = threading.Thread(target=lambda: answers.append(torch.ops.det_plugin.rms_norm(x, None, 1e-5, 0.0)))
     thread.start()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from det_plugin.errors import CertificateError
+from det_plugin.evidence import certificates
 from det_plugin.evidence.certificates import (
     Certificate,
     CertificateStore,
@@ -152,6 +153,19 @@ def test_a_damaged_file_is_said_and_rebuilt(tmp_path, caplog, damage):
     assert "will be rebuilt" in caplog.text
     assert rebuilt.accepted == made.accepted
     assert store.load("sum", "K=40") == rebuilt
+
+
+def test_a_long_certification_says_how_far_it_is_and_a_stored_one_nothing(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(certificates, "PROGRESS_SECONDS", -1.0)
+    caplog.set_level(logging.INFO)
+    store = CertificateStore("abc", tmp_path)
+    run(store)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("sum K=40: certifying 6 schedules")
+    assert [line.split()[2] for line in said[1:]] == list("012345")
+    caplog.clear()
+    run(store)
+    assert not caplog.records
 
 
 def test_require_refuses_a_missing_certificate_and_takes_a_present_one(tmp_path):

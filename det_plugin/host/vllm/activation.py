@@ -35,8 +35,9 @@ def prepare(engine_args: Any, config: DetConfig) -> None:
         HostError: vLLM is outside the supported range.
     """
     check_host_version()
-    from det_plugin.host.vllm import guards
+    from det_plugin.host.vllm import guards, logs
 
+    logs.share()
     platform = guards.platform_name()
     guards.check_backend_name(engine_args.attention_backend, platform)
     guards.check_front_end(platform)
@@ -110,8 +111,9 @@ def activate_worker(vllm_config: Any, config: DetConfig | None) -> None:
             "(VLLM_ENABLE_V1_MULTIPROCESSING=1 does that)"
         )
     check_host_version()
-    from det_plugin.host.vllm import audit, guards
+    from det_plugin.host.vllm import audit, guards, logs
 
+    logs.share()
     platform, _ = guards.check(vllm_config, config)
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     audit.install(platform)
