@@ -272,6 +272,27 @@ def sampler_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def first_start_table(document: dict[str, Any]) -> list[str]:
+    """Start-up on a GPU without a tuning table, cold and warm, beside stock's."""
+    lines = ["| start | stock s | deterministic s | products measured | measuring s |", "|---|---|---|---|---|"]
+    for what, side, name in (
+        ("first, every cache empty", "cold", "first start"),
+        ("again, certificates required", "warm", "required"),
+    ):
+        ours, stock = document[side][name], document[side]["stock"]
+        seconds = sum(m["seconds"] for m in ours["measured"])
+        lines.append(
+            f"| {what} | {stock['startup_s']:.1f} | {ours['startup_s']:.1f} | {len(ours['measured'])} | {seconds:.1f} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Answers of all deterministic servers, the one with the committed table among them: {document['comparisons']} "
+        f"comparisons, {document['mismatches']} mismatches (stock, alone and together: "
+        f"{document['negative_control_mismatches']} of {document['negative_control_comparisons']}).",
+    ]
+
+
 def step_table(document: dict[str, Any]) -> list[str]:
     """A decode step's wall time, and under a profiler the processor's share and the wait for the GPU."""
     lines = [
@@ -301,12 +322,7 @@ def render(short: bool) -> str:
         out += section("Whole-engine speed on a GPU", "h200/speed.json", body, document)
     for name, what in (
         ("h200/engine_invariance.json", "random Qwen3-0.6B-shaped model"),
-        ("h200/engine_invariance_triton.json", "the random model on TRITON_ATTN, after its order changed"),
-        ("h200/engine_invariance_fa3.json", "the random model on FLASH_ATTN, with kernels launched early"),
-        (
-            "h200/engine_invariance_flashinfer.json",
-            "the random model on FLASHINFER, norms launched by C++; its control, prompts uncut, had nothing to find",
-        ),
+        ("h200/engine_invariance_quick.json", "the random model again, fewer requests, newest source"),
         ("h200/engine_invariance_smollm2.json", "SmolLM2-135M-Instruct"),
     ):
         if document := load(name):
@@ -341,6 +357,9 @@ def render(short: bool) -> str:
             if ratios:
                 body.append(f"| {label} | {len(ratios)} | {geometric_mean(ratios):.3f} | {min(ratios):.3f} |")
         out += section("Linear speed on a GPU", "h200/ops_speed.json", body, document)
+    if document := load("h200/first_start.json"):
+        title = f"First start on a GPU without a tuning table, {document['model']}"
+        out += section(title, "h200/first_start.json", first_start_table(document), document)
     if document := load("h200/kernels.json"):
         title = "Kernels on a GPU, under a CUDA graph"
         out += section(title, "h200/kernels.json", kernel_table(document), document)
