@@ -291,7 +291,8 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, interleaved.")] = 5,
     limit: Annotated[
-        float | None, typer.Option(min=1, help="Start nothing that would end later than these seconds.")
+        float | None,
+        typer.Option(min=1, help="Measure nothing that would end later than these seconds (servers start)."),
     ] = None,
     concurrency: Annotated[
         str | None, typer.Option(help="Concurrent requests, comma-separated. (default: cpu 1,8,32; gpu 1,8,64,256)")

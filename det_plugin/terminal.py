@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from det_plugin.errors import ConfigError, DetPluginError
 
 EXIT_NOT_TESTED, EXIT_INTERRUPTED = 2, 130
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM, and SIGHUP where it isn't ignored (``nohup``), unwind the stack, so that started servers are stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is signal.SIG_DFL:
+                signal.signal(number, handler)
 
 
 def guarded(action: Callable[[], int], prefix: str = "det-plugin: ") -> int:
@@ -23,7 +48,8 @@ def guarded(action: Callable[[], int], prefix: str = "det-plugin: ") -> int:
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        status = action()
+        with terminable():
+            status = action()
         if sys.stdout is not None:
             sys.stdout.flush()
         return status

@@ -9,6 +9,7 @@ named after the fingerprint (:mod:`det_plugin.evidence.fingerprint`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -217,7 +218,8 @@ class CertificateStore:
 
     def _discard(self, path: Path, why: str) -> Certificate | None:
         logger.warning("certificate %s is %s: it will be rebuilt", path, why)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that can't be written: there is nothing to remove it for
+            path.unlink(missing_ok=True)
         return None
 
 
@@ -329,7 +331,8 @@ def certify(
     accepted: list[str] = []
     struck: dict[str, Difference] = {}
     compared = 0
-    logger.info("%s %s: certifying %d schedules (first start only)", operator, key, len(names))
+    kept = f", once: they are kept in {store.folder}" if store is not None else ""
+    logger.info("%s %s: certifying %d schedules%s", operator, key, len(names), kept)
     begun = said = time.monotonic()
     for number, schedule in enumerate((canonical, *(s for s in schedules if s.name != canonical.name))):
         if time.monotonic() - said > PROGRESS_SECONDS:
@@ -370,7 +373,20 @@ def certify(
     )
     for name, difference in struck.items():
         logger.debug("%s for %s: schedule %s struck out: %s", operator, key, name, difference)
-    return store.save(certificate) if store is not None else certificate
+    if time.monotonic() - begun > PROGRESS_SECONDS:
+        seconds = time.monotonic() - begun
+        logger.info("%s %s: %d certified, %d struck out, in %.0f s", operator, key, len(accepted), len(struck), seconds)
+    if store is None:
+        return certificate
+    try:
+        return store.save(certificate)
+    except OSError as error:
+        logger.warning(
+            "certificate of %s for %s is not kept, the next start makes it again: %s; "
+            "set DET_PLUGIN_CERTIFICATES to a folder that can be written",
+            operator, key, error,
+        )  # fmt: skip
+        return certificate
 
 
 def _covers(certificate: Certificate, names: Sequence[str], counts: Sequence[int]) -> bool:

@@ -75,6 +75,7 @@ class Bench:
             "rounds": self.samples,
         }
         if self.options.out is not None:
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
             partial = self.options.out.with_name(self.options.out.name + ".partial")
             partial.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
             partial.replace(self.options.out)
@@ -298,8 +299,6 @@ def run_bench(options: BenchOptions, say: Callable[[str], None] | None = None) -
         ConfigError: the servers don't fit the GPU, or the prompts can't be made.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(options, say)
     names = options.variants or list(options.urls)
     groups = [[name] for name in names] if options.one_at_a_time else [names]

@@ -136,6 +136,10 @@ class BenchOptions:
                 self.model = str(smollm2())
             except ModelError as error:
                 raise ConfigError(f"--model: not given, and the demo's model can't be had: {error}") from None
+        elif not Path(self.model).exists() and self.model.startswith(("/", "./", "../", "~")):
+            raise ConfigError(
+                f"--model: got {self.model!r}, accepts a folder that holds config.json, or the name of a model"
+            )
         try:
             self.server_args = shlex.split(server_args)
         except ValueError as error:

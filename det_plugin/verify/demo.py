@@ -10,14 +10,12 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import httpx
 
 from det_plugin.errors import DetPluginError
 from det_plugin.evidence.results import ModeResult, VerificationResult
+from det_plugin.terminal import terminable
 from det_plugin.verify.model import NAME, smollm2
 from det_plugin.verify.options import ALL_MODES, QUICK, VerifyOptions
 from det_plugin.verify.runner import run_verification
@@ -163,7 +162,7 @@ def run_demo(
     )
     demo = Demo(model=NAME)
     try:
-        with _terminable():
+        with terminable():
             model = smollm2(say=say)
             _run(demo, model, folder, options, say)
     except DetPluginError as error:
@@ -350,23 +349,6 @@ def _write_report(demo: Demo, folder: Path) -> Path:
         notes=notes,
         bench={"cases": cases},
     )
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that the servers are stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import compositions
 import engine_kit as kit
@@ -70,11 +71,11 @@ def add_a_schedule(path):
 
 
 def test_a_first_start_says_what_it_certifies_in_the_hosts_format(runner):
-    lines = [line for line in runner.first_log.splitlines() if "schedules (first start only)" in line]
+    lines = [line for line in runner.first_log.splitlines() if "schedules, once: they are kept in" in line]
     assert {"linear_cpu", "attention_cpu"} <= {word for line in lines for word in line.split()}
     assert all("INFO" in line and "[certificates.py:" in line for line in lines)
     _, second = runner.run()
-    assert "schedules (first start only)" not in second
+    assert "certifying" not in second
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, empty, binary, add_a_schedule], ids=lambda f: f.__name__)
@@ -115,6 +116,33 @@ def test_dtypes(runner):
         first, _ = runner.run(dtype=dtype)
         assert runner.run(dtype=dtype, max_num_batched_tokens=16, max_num_seqs=16)[0] == first
         assert first != runner.expected
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "nowhere to keep them"])
+def test_certify_says_where_the_workers_certificates_are(tiny_model, tmp_path, kept):
+    """Those of a server's worker, whose thread count is another than the command's; none kept is no success."""
+    folder = tmp_path / "certificates" if kept else Path("/proc/det_plugin")  # where not even root makes a folder
+    done = subprocess.run(
+        [sys.executable, "-m", "det_plugin.cli", "certify", str(tiny_model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=kit.environment(DET_PLUGIN_CERTIFICATES=str(folder)),
+    )
+    text = done.stdout + done.stderr
+    if not kept:
+        assert done.returncode == 2, text[-3000:]
+        assert "set DET_PLUGIN_CERTIFICATES to a folder that can be written" in text
+        assert done.stderr.splitlines()[-1].startswith("error: no certificate is kept")
+        return
+    assert done.returncode == 0, text[-3000:]
+    [made] = folder.glob("*")
+    number = len(list(made.glob("*/*.json")))
+    assert f"certificates in {made}: {number}, {number} of them made now" in done.stdout
+    assert number >= 4
+    assert "refused:" not in text
 
 
 @pytest.mark.timeout(300)

@@ -117,6 +117,18 @@ def test_bench_refuses_a_name_given_twice_and_a_bad_file(tmp_path):
     assert_one_line(invoke("bench", *servers, "--out", tmp_path / "pipe"), "no regular file")
 
 
+def test_bench_of_a_folder_that_is_not_there(tmp_path):
+    for missing in (tmp_path / "missing", "./missing", "../missing/model", "~/missing"):
+        result = invoke("bench", "--suite", "cpu", "--model", missing, "--host-only", "stock")
+        assert_one_line(result, f"--model: got '{missing}'")
+
+
+def test_bench_that_fails_leaves_no_folder(tmp_path):
+    servers = ["--suite", "cpu", "--no-check", "--servers", "stock=http://localhost:1", "--timeout", "5"]
+    assert invoke("bench", *servers, "--out", tmp_path / "a" / "b" / "x.json").exit_code == 2
+    assert not (tmp_path / "a").exists()
+
+
 def test_demo_whose_report_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     assert_one_line(invoke("demo", "--report", tmp_path / "file"), "file")
@@ -129,6 +141,17 @@ def test_certify_of_a_model_that_the_host_cannot_load(monkeypatch):
     monkeypatch.setattr(doctor, "certify_main", fail)
     assert_one_line(invoke("certify", "/nope"), "/nope could not be certified: no such model")
     assert_one_line(invoke("certify", ""), "MODEL")
+
+
+def test_doctor_names_the_certificates_of_other_fingerprints(tmp_path, monkeypatch, capsys):
+    (tmp_path / "worker" / "linear").mkdir(parents=True)
+    for name in ("a.json", "b.json"):
+        (tmp_path / "worker" / "linear" / name).write_text("{}")
+    monkeypatch.setattr(store, "certificate_store", lambda _: CertificateStore("digest", tmp_path))
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    assert "none under this process's own fingerprint" in text
+    assert "worker: 2 certificates" in text
 
 
 @pytest.mark.parametrize("below", ["", "certificates"])

@@ -143,12 +143,28 @@ sys.exit(demo.run_demo(report=folder / "report"))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ending_the_demo_stops_its_servers(tmp_path, number):
-    running = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path)], stderr=subprocess.DEVNULL)
+ENDED_BENCH = (
+    ENDED.partition("demo.VllmServer")[0]
+    + """
+from det_plugin import cli
+from det_plugin.verify import bench_servers
+(folder / "config.json").write_text("{}")
+bench_servers.VllmServer = functools.partial(server.VllmServer, command=waiting)
+start = bench_servers.start_servers
+bench_servers.start_servers = lambda *args, at_once: start(*args, at_once=True)
+sys.argv = ["det-plugin", "bench", "--model", str(folder), "--host-only", "stock,deterministic", "--suite", "cpu"]
+cli.app()
+"""
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("code", [ENDED, ENDED_BENCH], ids=["demo", "bench"])
+def test_ending_a_command_stops_its_servers(tmp_path, code, number):
+    running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
         pids: list[int] = []
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(pids) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
             pids = [int(path.name) for path in (tmp_path / "pids").glob("*")]

@@ -134,12 +134,27 @@ def test_the_file_is_named_once_and_removed():
     code = (
         "import os\nfrom det_plugin.host.vllm import refusal\nrefusal.prepare()\n"
         "name = os.environ[refusal.FILE_ENV]\nrefusal.prepare()\nassert os.environ[refusal.FILE_ENV] == name\n"
-        "if os.fork() == 0: raise SystemExit\nos.wait()\nassert os.path.exists(name)\nprint(name)\n"
+        "assert not os.path.exists(name), 'a process that is killed would leave it'\n"
+        "try:\n"
+        "    with refusal.told(): raise refusal.DetPluginError('no')\n"
+        "except refusal.DetPluginError: pass\n"
+        "if os.fork() == 0: raise SystemExit\nos.wait()\n"
+        "assert refusal.read() == 'no' and os.stat(name).st_mode & 0o777 == 0o600\nprint(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     import os
 
     assert not os.path.exists(done.stdout.strip())
+
+
+def test_a_reason_is_not_written_through_somebody_elses_link(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "reason").symlink_to(target)
+    monkeypatch.setenv(refusal.FILE_ENV, str(tmp_path / "reason"))
+    with pytest.raises(UnsupportedError), refusal.told():
+        raise UnsupportedError("a layer", "nobody certified it", "another model")
+    assert target.read_text() == "mine"
 
 
 def test_a_module_that_is_half_imported(monkeypatch):

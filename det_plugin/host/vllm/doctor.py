@@ -6,10 +6,14 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from det_plugin.errors import DetPluginError, HostError
+from det_plugin.evidence.certificates import Certificate, CertificateStore
 
 
 def report() -> dict[str, Any]:
@@ -49,20 +53,12 @@ def report() -> dict[str, Any]:
         ),
         "fingerprint": {"digest": certificates.digest, **store.facts(platform)},
         "certificate folder": str(certificates.folder),
-        "other fingerprints": sorted(
-            p.name for p in certificates.folder.parent.glob("*") if p.is_dir() and p.name != certificates.digest
-        ),
-        "certificates": [
-            {
-                "operator": c.operator,
-                "key": c.key,
-                "canonical": c.canonical,
-                "accepted": list(c.accepted),
-                "struck out": {name: str(why) for name, why in c.struck_out.items()},
-                "created": c.created,
-            }
-            for c in certificates.all()
-        ],
+        "other fingerprints": {
+            p.name: len(list(p.glob("*/*.json")))
+            for p in sorted(certificates.folder.parent.glob("*"))
+            if p.is_dir() and p.name != certificates.digest
+        },
+        "certificates": _rows(certificates.all()),
         "capabilities": [
             {
                 "backend": row.backend,
@@ -79,7 +75,6 @@ def report() -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(soft_wrap=True)
     console.print(f"[bold]{found['host']}[/bold] on {found['platform']}")
@@ -91,25 +86,50 @@ def _print(found: dict[str, Any]) -> None:
         if value is not None:
             console.print(f"  {key}: {value}")
     console.print(f"certificates in {found['certificate folder']}")
+    others = found["other fingerprints"]
     if not found["certificates"]:
-        console.print("  none yet: made at the first start of a model, or by `det-plugin certify MODEL`")
-    if found["other fingerprints"]:
+        console.print("  none under this process's own fingerprint: made at the first start of a model, or by")
+        console.print("  `det-plugin certify MODEL`")
+    if others:
         console.print(
-            f"  {len(found['other fingerprints'])} other fingerprint(s) there (other versions, thread counts or "
-            "kernels; an engine's worker may bind fewer threads than this process has)"
+            f"  {len(others)} other fingerprint(s) beside it (other versions, thread counts or kernels; an engine's "
+            "worker may bind fewer threads than this process has):"
         )
-    table = Table("operator", "key", "canonical", "certified", "struck out")
-    for c in found["certificates"]:
-        struck = Counter(name.partition("=")[0] for name in c["struck out"])
-        named = ", ".join(list(c["struck out"])[:4]) + (" …" if sum(struck.values()) > 4 else "")
-        table.add_row(c["operator"], c["key"], c["canonical"], str(len(c["accepted"])), named or "-")
-    if found["certificates"]:
-        console.print(table)
+        for name, count in list(others.items())[:8]:
+            console.print(f"    {name}: {count} certificates")
+    _print_certificates(console, found["certificates"])
     supported = Counter(r["feature"] for r in found["capabilities"] if r["supported"])
     console.print(f"runs: {', '.join(sorted(supported))}")
     for row in sorted(found["capabilities"], key=lambda r: str(r["feature"])):
         if not row["supported"]:
             console.print(f"refused: {row['feature']}: {row['reason']}. Instead: {row['instead']}.")
+
+
+def _print_certificates(console: Any, certificates: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for title in ("operator", "key", "canonical", "certified", "struck out"):
+        table.add_column(title, overflow="fold")
+    for c in certificates:
+        named = ", ".join(list(c["struck out"])[:4]) + (" …" if len(c["struck out"]) > 4 else "")
+        table.add_row(c["operator"], c["key"], c["canonical"], str(len(c["accepted"])), named or "-")
+    if certificates:
+        console.print(table)
+
+
+def _rows(certificates: list[Certificate]) -> list[dict[str, Any]]:
+    return [
+        {
+            "operator": c.operator,
+            "key": c.key,
+            "canonical": c.canonical,
+            "accepted": list(c.accepted),
+            "struck out": {name: str(why) for name, why in c.struck_out.items()},
+            "created": c.created,
+        }
+        for c in certificates
+    ]
 
 
 def main(args: list[str]) -> int:
@@ -130,21 +150,47 @@ def main(args: list[str]) -> int:
 
 
 def certify_main(model: str) -> int:
-    """Start the model once, so that every operator it uses is certified; print what was found."""
+    """Start the model once, so that every operator it uses is certified; print what is there then.
+
+    Returns:
+        0; 2 when the model can't be served, or no certificate could be kept.
+    """
+    from rich.console import Console
+
+    from det_plugin.host.vllm import store
+
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         from vllm import LLM
     except ImportError as error:
         print(f"error: vLLM is not installed beside det_plugin: {error}", file=sys.stderr)
         return 2
-    try:
-        LLM(
-            model,
-            max_model_len=1024,
-            enforce_eager=True,
-            enable_deterministic_inference=True,
-        )
-    except DetPluginError as error:
-        print(f"error: {error}", file=sys.stderr)
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="det-plugin-certify-") as temporary:
+        report = Path(temporary) / "folders"
+        os.environ[store.REPORT_ENV] = str(report)
+        try:
+            LLM(
+                model,
+                max_model_len=1024,
+                enforce_eager=True,
+                enable_deterministic_inference=True,
+            )
+        except DetPluginError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        finally:
+            del os.environ[store.REPORT_ENV]
+        folders = dict.fromkeys(report.read_text(encoding="utf-8").splitlines()) if report.exists() else {}
+    console = Console(soft_wrap=True)
+    total = 0
+    for folder in map(Path, folders):
+        found = CertificateStore(folder.name, folder.parent).all()
+        made = sum(c.created >= begun for c in found)
+        total += len(found)
+        console.print(f"certificates in {folder}: {len(found)}, {made} of them made now")
+        _print_certificates(console, _rows(found))
+    if not total:
+        print("error: no certificate is kept; the log above says why", file=sys.stderr)
         return 2
-    return main([])
+    return 0

@@ -8,6 +8,7 @@ as a small norm.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -49,8 +50,17 @@ def _prepare_onednn(weight: torch.Tensor) -> _Packed | None:
     try:
         return _Packed(ops.create_onednn_mm(weight.t(), PRIMITIVE_CACHE))
     except RuntimeError as error:
-        logger.info("det_plugin: oneDNN can't pack a %s weight: %s", list(weight.shape), error)
+        _say_unpacked(weight.dtype, str(error))
         return None
+
+
+@functools.cache
+def _say_unpacked(dtype: torch.dtype, reason: str) -> None:
+    """Once for each dtype and reason, not for each layer."""
+    logger.info(
+        "det_plugin: oneDNN packs no %s weights here, products run PyTorch's kernels, slower and with certificates "
+        "of their own (%s)", str(dtype).removeprefix("torch."), reason.partition(". ")[0],
+    )  # fmt: skip
 
 
 class _Kernels:

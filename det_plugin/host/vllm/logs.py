@@ -12,7 +12,7 @@ HOST, OWN = "vllm", "det_plugin"
 
 
 def share() -> None:
-    """Send records of ``det_plugin.*`` to the host's handlers, at the host's level; idempotent.
+    """Send records of ``det_plugin.*`` to the host's handlers, at the host's level if it has none; idempotent.
 
     Leaves the logger alone where it has handlers of its own (``VLLM_LOGGING_CONFIG_PATH``), or where the host has
     none (``VLLM_CONFIGURE_LOGGING=0``: records reach the root logger).
@@ -22,5 +22,6 @@ def share() -> None:
         return
     for handler in host.handlers:
         own.addHandler(handler)
-    own.setLevel(host.level)
+    if own.level == logging.NOTSET:
+        own.setLevel(host.level)
     own.propagate = host.propagate

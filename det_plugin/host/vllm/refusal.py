@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +27,13 @@ FILE_ENV = "DET_PLUGIN_REFUSAL_FILE"
 
 
 def prepare() -> None:
-    """Name the file, before the engine's processes start; once per process tree."""
+    """Name the file, before the engine's processes start; once per process tree.
+
+    It is made by a worker that refuses, so that a process that is killed leaves none.
+    """
     if os.environ.get(FILE_ENV):
         return
-    handle, name = tempfile.mkstemp(prefix="det-plugin-refusal-", suffix=".txt")
-    os.close(handle)
+    name = os.path.join(tempfile.gettempdir(), f"det-plugin-refusal-{secrets.token_hex(8)}.txt")
     os.environ[FILE_ENV] = name
     owner = os.getpid()
 
@@ -50,7 +53,9 @@ def told() -> Iterator[None]:
         logger.error("error: %s", error)
         if path := os.environ.get(FILE_ENV):
             with contextlib.suppress(OSError):
-                Path(path).write_text(str(error), encoding="utf-8")
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+                with open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+                    file.write(str(error))
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -15,6 +16,11 @@ NUMERIC_PREFIXES = ("ATEN_CPU_", "DNNL_", "KMP_DETERMINISTIC", "MKL_", "ONEDNN_"
 """Environment variables that steer which vendor code runs: certificates hold for one setting of them."""
 
 NUMERIC_NAMES = ("VLLM_FLOAT32_MATMUL_PRECISION",)
+
+
+REPORT_ENV = "DET_PLUGIN_STORE_REPORT"
+"""Environment variable, set by ``det-plugin certify``, that names a file: each process with certificates appends the
+folder they are in.  A worker's thread count, and so its fingerprint, may differ from the front end's."""
 
 
 def environment() -> dict[str, str]:
@@ -54,4 +60,8 @@ def facts(platform: str) -> dict[str, Any]:
 def certificate_store(platform: str) -> CertificateStore:
     """Certificates valid in this process."""
     found = facts(platform)
-    return CertificateStore(fingerprint_digest(found), facts=found)
+    store = CertificateStore(fingerprint_digest(found), facts=found)
+    if path := os.environ.get(REPORT_ENV):
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+            file.write(f"{store.folder}\n")
+    return store
