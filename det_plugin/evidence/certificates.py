@@ -165,6 +165,7 @@ class CertificateStore:
         self.digest = digest
         self.folder = (default_store_path() if root is None else Path(root)) / digest
         self._facts = facts
+        self._unkept: dict[tuple[str, str], Certificate] = {}
         _check_folder(self.folder)
 
     def path(self, operator: str, key: str) -> Path:
@@ -174,6 +175,8 @@ class CertificateStore:
 
     def load(self, operator: str, key: str) -> Certificate | None:
         """The stored certificate, or None.  A damaged file is removed, and the log says so."""
+        if (operator, key) in self._unkept:
+            return self._unkept[operator, key]
         path = self.path(operator, key)
         try:
             text = path.read_text(encoding="utf-8")
@@ -205,6 +208,21 @@ class CertificateStore:
         if self._facts is not None and not (self.folder / "fingerprint.json").exists():
             _write_atomically(self.folder / "fingerprint.json", self._facts)
         return certificate
+
+    def keep(self, certificate: Certificate) -> Certificate:
+        """:meth:`save`, or, where the folder can't be written, a warning; this process then keeps it in memory."""
+        try:
+            return self.save(certificate)
+        except OSError as error:
+            logger.warning(
+                "certificate of %s for %s is not kept, the next start makes it again: %s; "
+                "set DET_PLUGIN_CERTIFICATES to a folder that can be written",
+                certificate.operator, certificate.key, error,
+            )  # fmt: skip
+        found = self._unkept[certificate.operator, certificate.key] = Certificate(
+            **{**_fields(certificate), "fingerprint": self.digest}
+        )
+        return found
 
     def all(self) -> list[Certificate]:
         """Every readable certificate of this fingerprint."""
@@ -376,17 +394,7 @@ def certify(
     if time.monotonic() - begun > PROGRESS_SECONDS:
         seconds = time.monotonic() - begun
         logger.info("%s %s: %d certified, %d struck out, in %.0f s", operator, key, len(accepted), len(struck), seconds)
-    if store is None:
-        return certificate
-    try:
-        return store.save(certificate)
-    except OSError as error:
-        logger.warning(
-            "certificate of %s for %s is not kept, the next start makes it again: %s; "
-            "set DET_PLUGIN_CERTIFICATES to a folder that can be written",
-            operator, key, error,
-        )  # fmt: skip
-        return certificate
+    return store.keep(certificate) if store is not None else certificate
 
 
 def _covers(certificate: Certificate, names: Sequence[str], counts: Sequence[int]) -> bool:
