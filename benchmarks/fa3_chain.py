@@ -66,7 +66,7 @@ def _reciprocal(x, APPROXIMATE: tl.constexpr):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return 1.0 / x
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 @triton.jit
@@ -140,7 +140,8 @@ def _add32(total, e, ROWS: tl.constexpr):
 def _values(
     scores, maxima, v, table, lengths, out, scale_log2, blocks_most, v_page, v_slot, v_head, table_row, o_row, o_head,
     PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, KV_HEADS: tl.constexpr,
-    APPROXIMATE: tl.constexpr, UPWARDS: tl.constexpr, IN_REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
+    APPROXIMATE: tl.constexpr, ROUNDED: tl.constexpr, UPWARDS: tl.constexpr, IN_REGISTERS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Columns ``SLICE`` of the result of one key head: blocks downwards, as FA3 walks them."""
     if OVERLAP:
@@ -181,7 +182,7 @@ def _values(
         )
         result = tl.dot(tl.trans(slice_v), p.to(slice_v.dtype), result * shrink[None, :])
     total = tl.sum(tl.sum(tl.reshape(sums, (ROWS, 2, 2)), axis=1), axis=1)
-    y = (result * _reciprocal(total, APPROXIMATE)[None, :]).to(out.dtype.element_ty)
+    y = (result * _reciprocal(total, APPROXIMATE and not ROUNDED)[None, :]).to(out.dtype.element_ty)
     tl.store(
         out + request * o_row + (head * GROUP + row)[None, :] * o_head + columns[:, None],
         y,
@@ -192,12 +193,14 @@ def _values(
 @dataclass(frozen=True)
 class Form:
     """How the second kernel is compiled: columns a program, warps, stages of its loop, and where row sums are made
-    (from registers, or by reading the scores once more)."""
+    (from registers, or by reading the scores once more).  Wrong on purpose: a ``rounded`` reciprocal, blocks walked
+    ``upwards``."""
 
     columns: int = 64
     warps: int = 4
     stages: int = 3
     in_registers: bool = True
+    rounded: bool = False
     upwards: bool = False
 
 
@@ -223,9 +226,9 @@ class Chain:
         _values[(q.shape[0] * self.kv_heads, self.dim // form.columns)](
             self.scores, self.maxima, v, table, lengths, out, self.scale_log2, self.blocks, *v.stride()[:3],
             table.stride(0), *out.stride()[:2], PAGE=self.page, GROUP=self.heads // self.kv_heads, ROWS=ROWS,
-            SLICE=form.columns, KV_HEADS=self.kv_heads, APPROXIMATE=not INTERPRET, UPWARDS=form.upwards,
-            IN_REGISTERS=form.in_registers, OVERLAP=not INTERPRET, num_warps=form.warps, num_stages=form.stages,
-            **_options(),
+            SLICE=form.columns, KV_HEADS=self.kv_heads, APPROXIMATE=not INTERPRET, ROUNDED=form.rounded,
+            UPWARDS=form.upwards, IN_REGISTERS=form.in_registers, OVERLAP=not INTERPRET,
+            num_warps=form.warps, num_stages=form.stages, **_options(),
         )  # fmt: skip
         return out
 
@@ -276,6 +279,11 @@ FORMS = {
     "32 columns, 2 warps, 5 stages, scores read twice": Form(columns=32, warps=2, stages=5, in_registers=False),
 }
 
+CONTROLS = {
+    "control: blocks upwards": Form(upwards=True),
+    "control: reciprocal rounded to nearest": Form(rounded=True),
+}
+
 
 def compare(device, save) -> tuple[int, int]:
     """Bytes against FA3's; returns mismatching rows, and those of the control."""
@@ -293,7 +301,7 @@ def compare(device, save) -> tuple[int, int]:
             sharp = (q.float() * sharpness).to(q.dtype)
             plan = fa3.plan_decode(layout, start, used, 3072)
             want = _vendor(plan, 3072, sharp, k, v, table, used, torch.full_like(q, 7))
-            for name, form in {**FORMS, "control: blocks upwards": Form(upwards=True)}.items():
+            for name, form in {**FORMS, **CONTROLS}.items():
                 got = chain(sharp, k, v, torch.full_like(q, 9), table, used, form)
                 unequal = (got.view(torch.int16) != want.view(torch.int16)).flatten(1)
                 rows = int(unequal.any(1).sum())
@@ -302,7 +310,7 @@ def compare(device, save) -> tuple[int, int]:
                     "bits", form=name, heads=(heads, kv_heads, dim), sharpness=sharpness, comparisons=len(lengths),
                     mismatches=rows, elements=int(unequal.sum()), shortest=first,
                 )  # fmt: skip
-                if form.upwards:
+                if name in CONTROLS:
                     control += rows
                 else:
                     wrong += rows

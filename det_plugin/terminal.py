@@ -17,12 +17,21 @@ EXIT_NOT_TESTED, EXIT_INTERRUPTED = 2, 130
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM, and SIGHUP where it isn't ignored (``nohup``), unwind the stack, so that started servers are stopped."""
+    """SIGTERM, and SIGHUP where it isn't ignored (``nohup``), unwind the stack, so that started servers are stopped.
+
+    The first one counts: further ones would cut the unwinding short, and stay ignored until the process ends.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    left = False
+
     def leave(number: int, _: object) -> None:
+        nonlocal left
+        left = True
+        for own in numbers:
+            signal.signal(own, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -34,7 +43,7 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is signal.SIG_DFL:
+            if handler is signal.SIG_DFL and not left:
                 signal.signal(number, handler)
 
 

@@ -156,15 +156,22 @@ class CertificateStore:
         digest: the fingerprint's digest.
         root: folder of all fingerprints; :func:`default_store_path` when None.
         facts: the fingerprint itself, written once beside the certificates for people to read.
+        on_unkept: called with a certificate that can't be written, and why.
 
     Raises:
         ConfigError: no certificate could be kept or found in the folder.
     """
 
-    def __init__(self, digest: str, root: Path | None = None, facts: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        digest: str,
+        root: Path | None = None,
+        facts: dict[str, Any] | None = None,
+        on_unkept: Callable[[Certificate, OSError], None] | None = None,
+    ) -> None:
         self.digest = digest
         self.folder = (default_store_path() if root is None else Path(root)) / digest
-        self._facts = facts
+        self._facts, self._on_unkept = facts, on_unkept
         self._unkept: dict[tuple[str, str], Certificate] = {}
         _check_folder(self.folder)
 
@@ -205,8 +212,10 @@ class CertificateStore:
         body = certificate.to_json()
         path = self.path(certificate.operator, certificate.key)
         _write_atomically(path, {"format": FORMAT, "sha256": _digest(body), "certificate": body})
+        self._unkept.pop((certificate.operator, certificate.key), None)
         if self._facts is not None and not (self.folder / "fingerprint.json").exists():
-            _write_atomically(self.folder / "fingerprint.json", self._facts)
+            with contextlib.suppress(OSError):  # for people to read; the next certificate tries again
+                _write_atomically(self.folder / "fingerprint.json", self._facts)
         return certificate
 
     def keep(self, certificate: Certificate) -> Certificate:
@@ -219,18 +228,22 @@ class CertificateStore:
                 "set DET_PLUGIN_CERTIFICATES to a folder that can be written",
                 certificate.operator, certificate.key, error,
             )  # fmt: skip
+            if self._on_unkept is not None:
+                self._on_unkept(certificate, error)
         found = self._unkept[certificate.operator, certificate.key] = Certificate(
             **{**_fields(certificate), "fingerprint": self.digest}
         )
         return found
 
     def all(self) -> list[Certificate]:
-        """Every readable certificate of this fingerprint."""
+        """Every undamaged certificate of this fingerprint."""
         found = []
         for path in sorted(self.folder.glob("*/*.json")):
             try:
-                found.append(Certificate.from_json(json.loads(path.read_text(encoding="utf-8"))["certificate"]))
-            except (OSError, ValueError, TypeError, KeyError):
+                document = json.loads(path.read_text(encoding="utf-8"))
+                if document["format"] == FORMAT and document["sha256"] == _digest(document["certificate"]):
+                    found.append(Certificate.from_json(document["certificate"]))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
                 continue
         return found
 
@@ -344,14 +357,14 @@ def certify(
             f"{store.digest if store else '(no store)'}: make it with `det-plugin certify MODEL`, "
             "or start with certificates set to 'auto'"
         )
+    kept = f", to be kept in {store.folder}" if store is not None else ""
+    logger.info("%s %s: certifying %d schedules%s", operator, key, len(names), kept)
+    begun = said = time.monotonic()
     block = counts[-1]
     expected = _outputs(canonical.run(*make_inputs(0, block)))
     accepted: list[str] = []
     struck: dict[str, Difference] = {}
     compared = 0
-    kept = f", once: they are kept in {store.folder}" if store is not None else ""
-    logger.info("%s %s: certifying %d schedules%s", operator, key, len(names), kept)
-    begun = said = time.monotonic()
     for number, schedule in enumerate((canonical, *(s for s in schedules if s.name != canonical.name))):
         if time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()

@@ -40,6 +40,16 @@ CONTEXT_CONCURRENCY = (1, 4)
 CONTEXT_OUTPUT = 128
 
 
+def _may_be_a_model(name: str) -> bool:
+    """False for what is certainly none: an empty name, a path to nothing, a folder or file of something else."""
+    path = Path(name)
+    if path.is_dir():
+        return bool(name.strip()) and any((path / file).exists() for file in ("config.json", "params.json"))
+    if path.exists():
+        return path.suffix == ".gguf"
+    return bool(name.strip()) and not name.startswith(("/", "./", "../", "~"))
+
+
 @dataclass
 class BenchOptions:
     """What to measure; see ``det-plugin bench --help``.  None: the suite's value."""
@@ -136,7 +146,7 @@ class BenchOptions:
                 self.model = str(smollm2())
             except ModelError as error:
                 raise ConfigError(f"--model: not given, and the demo's model can't be had: {error}") from None
-        elif not Path(self.model).exists() and self.model.startswith(("/", "./", "../", "~")):
+        elif not _may_be_a_model(self.model):
             raise ConfigError(
                 f"--model: got {self.model!r}, accepts a folder that holds config.json, or the name of a model"
             )

@@ -45,12 +45,13 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM that arrive inside act when it is left (in the main thread, the only one they reach)."""
+    """SIGINT, SIGTERM and SIGHUP that arrive inside act when it is left (in the main thread, where they arrive)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in numbers}
     try:
         yield
@@ -237,13 +238,14 @@ class VllmServer:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.stop_timeout)
-        self._signal_group(signal.SIGKILL)
-        self._reap()
+        with _deferred_signals():  # an impatient second Ctrl-C would leave the server behind
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.stop_timeout)
+            self._signal_group(signal.SIGKILL)
+            self._reap()
 
     def __enter__(self) -> VllmServer:
         try:

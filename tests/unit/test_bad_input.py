@@ -118,7 +118,9 @@ def test_bench_refuses_a_name_given_twice_and_a_bad_file(tmp_path):
 
 
 def test_bench_of_a_folder_that_is_not_there(tmp_path):
-    for missing in (tmp_path / "missing", "./missing", "../missing/model", "~/missing"):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for missing in (tmp_path / "missing", tmp_path / "empty", tmp_path / "file", "", "./missing", "../m/model", "~/m"):
         result = invoke("bench", "--suite", "cpu", "--model", missing, "--host-only", "stock")
         assert_one_line(result, f"--model: got '{missing}'")
 
@@ -144,12 +146,14 @@ def test_certify_of_a_model_that_the_host_cannot_load(monkeypatch):
 
 
 def test_doctor_names_the_certificates_of_other_fingerprints(tmp_path, monkeypatch, capsys):
-    (tmp_path / "worker" / "linear").mkdir(parents=True)
-    for name in ("a.json", "b.json"):
-        (tmp_path / "worker" / "linear" / name).write_text("{}")
-    monkeypatch.setattr(store, "certificate_store", lambda _: CertificateStore("digest", tmp_path))
+    root = tmp_path / "b[/x] :x: [red]c"
+    for name in ("linear/a.json", "linear/b.json", "tuning/gpu.json"):
+        (root / "worker" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "worker" / name).write_text("{}")
+    monkeypatch.setattr(store, "certificate_store", lambda _: CertificateStore("digest", root))
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
+    assert f"certificates in {root}/digest" in text
     assert "none under this process's own fingerprint" in text
     assert "worker: 2 certificates" in text
 

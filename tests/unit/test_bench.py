@@ -111,6 +111,7 @@ def test_bad_options_are_one_line(args, tmp_path):
 
 
 def test_mixed_arrivals_need_a_stock_server_or_a_rate(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     result = invoke("--suite", "gpu", "--host-only", "deterministic", "--model", tmp_path)
     assert result.exit_code == 2
     assert "--poisson-rate" in result.output

@@ -186,6 +186,37 @@ def test_certificates_that_can_not_be_kept_still_serve(tmp_path, caplog, monkeyp
     assert error.strerror in said
 
 
+def test_what_could_not_be_kept_is_told_and_kept_later(tmp_path, monkeypatch):
+    told = []
+    store = CertificateStore("abc", tmp_path, on_unkept=lambda c, error: told.append((c.operator, c.key, str(error))))
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "_write_atomically", fail)
+        made = run(store)
+    assert told == [("sum", "K=40", "disk full")]
+    again = store.keep(made)
+    assert store.path("sum", "K=40").exists()
+    assert store.load("sum", "K=40") == again
+    store.path("sum", "K=40").unlink()
+    assert store.load("sum", "K=40") is None, "the file counts from now on, not the memory of its absence"
+    assert len(told) == 1
+
+
+def test_all_leaves_damaged_files_out(tmp_path):
+    store = CertificateStore("abc", tmp_path)
+    run(store)
+    path = store.path("sum", "K=40")
+    good = json.loads(path.read_text())
+    for number, change in enumerate(({"created": 5}, {"struck_out": []}, {"accepted": ["other"]})):
+        body = good | {"certificate": good["certificate"] | change}
+        path.with_name(f"{number}.json").write_text(json.dumps(body))
+    path.with_name("x.json").write_text("[]")
+    assert [c.key for c in store.all()] == ["K=40"]
+
+
 def test_a_damaged_certificate_in_a_folder_that_can_not_be_written(tmp_path, caplog, monkeypatch):
     store = CertificateStore("abc", tmp_path)
     made = run(store)

@@ -133,9 +133,11 @@ ENDED = """
 import functools, pathlib, signal, sys
 from det_plugin.verify import demo, server
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup this
 folder = pathlib.Path(sys.argv[1])
-waiting = [sys.executable, "-c", "import os, pathlib, time; p = pathlib.Path({!r}) / str(os.getpid()); "
-           "p.touch(); time.sleep(60)".format(str(folder / "pids"))]
+waiting = [sys.executable, "-c", "import os, pathlib, signal, sys, time; p = pathlib.Path({!r}) / str(os.getpid()); "
+           "signal.signal(signal.SIGTERM, lambda *_: (time.sleep({}), sys.exit())); "
+           "p.touch(); time.sleep(60)".format(str(folder / "pids"), sys.argv[2])]
 (folder / "pids").mkdir()
 demo.VllmServer = functools.partial(server.VllmServer, command=waiting)
 demo.smollm2 = lambda say: folder
@@ -158,22 +160,32 @@ cli.app()
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGINT, 1), (signal.SIGTERM, 8), (signal.SIGINT, 8)],
+)
 @pytest.mark.parametrize("code", [ENDED, ENDED_BENCH], ids=["demo", "bench"])
-def test_ending_a_command_stops_its_servers(tmp_path, code, number):
-    running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
+def test_ending_a_command_stops_its_servers(tmp_path, code, number, times):
+    """Also an impatient end: signals that arrive while the servers take their time to stop."""
+    arguments = [sys.executable, "-c", code, str(tmp_path), "0" if times == 1 else "0.7"]
+    running = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+    pids: list[int] = []
+    there = lambda: [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
     try:
-        pids: list[int] = []
         deadline = time.monotonic() + 60
         while len(pids) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
             pids = [int(path.name) for path in (tmp_path / "pids").glob("*")]
         assert len(pids) == 2
-        running.send_signal(number)
+        for _ in range(times):
+            running.send_signal(number)
+            time.sleep(0.15 if times > 1 else 0)
         assert running.wait(30) != 0
+        deadline = time.monotonic() + 5
+        while there() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not there()
     finally:
         running.kill()
-    deadline = time.monotonic() + 5
-    while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
+        for pid in there():
+            os.kill(pid, signal.SIGKILL)

@@ -54,7 +54,7 @@ def report() -> dict[str, Any]:
         "fingerprint": {"digest": certificates.digest, **store.facts(platform)},
         "certificate folder": str(certificates.folder),
         "other fingerprints": {
-            p.name: len(list(p.glob("*/*.json")))
+            p.name: sum(file.parent.name != "tuning" for file in p.glob("*/*.json"))
             for p in sorted(certificates.folder.parent.glob("*"))
             if p.is_dir() and p.name != certificates.digest
         },
@@ -73,15 +73,20 @@ def report() -> dict[str, Any]:
     }
 
 
-def _print(found: dict[str, Any]) -> None:
+def _console() -> Any:
+    """A terminal that prints folder names as they are."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True)
-    console.print(f"[bold]{found['host']}[/bold] on {found['platform']}")
+    return Console(soft_wrap=True, markup=False, emoji=False)
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = _console()
+    console.print(f"{found['host']} on {found['platform']}", style="bold")
     if not found["loaded by the host"]:
-        console.print("[yellow]VLLM_PLUGINS is set without det_plugin: vLLM will not load it[/yellow]")
+        console.print("VLLM_PLUGINS is set without det_plugin: vLLM will not load it", style="yellow")
     if not found["entry points"]:
-        console.print("[yellow]the package is importable but not installed: vLLM will not load it[/yellow]")
+        console.print("the package is importable but not installed: vLLM will not load it", style="yellow")
     for key, value in found["fingerprint"].items():
         if value is not None:
             console.print(f"  {key}: {value}")
@@ -155,8 +160,6 @@ def certify_main(model: str) -> int:
     Returns:
         0; 2 when the model can't be served, or no certificate could be kept.
     """
-    from rich.console import Console
-
     from det_plugin.host.vllm import store
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -181,16 +184,19 @@ def certify_main(model: str) -> int:
             return 2
         finally:
             del os.environ[store.REPORT_ENV]
-        folders = dict.fromkeys(report.read_text(encoding="utf-8").splitlines()) if report.exists() else {}
-    console = Console(soft_wrap=True)
+        text = report.read_text(encoding="utf-8") if report.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    console = _console()
     total = 0
-    for folder in map(Path, folders):
+    for folder in map(Path, dict.fromkeys(line["folder"] for line in lines if "folder" in line)):
         found = CertificateStore(folder.name, folder.parent).all()
-        made = sum(c.created >= begun for c in found)
+        made = sum(str(c.created) >= begun for c in found)
         total += len(found)
         console.print(f"certificates in {folder}: {len(found)}, {made} of them made now")
         _print_certificates(console, _rows(found))
-    if not total:
-        print("error: no certificate is kept; the log above says why", file=sys.stderr)
-        return 2
-    return 0
+    unkept = {line["unkept"]: line["why"] for line in lines if "unkept" in line}
+    for name, why in unkept.items():
+        print(f"error: the certificate of {name} could not be kept: {why}", file=sys.stderr)
+    if not total and not unkept:
+        print("error: the model was served without certificates", file=sys.stderr)
+    return 0 if total and not unkept else 2

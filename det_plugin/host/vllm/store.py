@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ NUMERIC_NAMES = ("VLLM_FLOAT32_MATMUL_PRECISION",)
 
 
 REPORT_ENV = "DET_PLUGIN_STORE_REPORT"
-"""Environment variable, set by ``det-plugin certify``, that names a file: each process with certificates appends the
-folder they are in.  A worker's thread count, and so its fingerprint, may differ from the front end's."""
+"""Environment variable, set by ``det-plugin certify``, that names a file.  Each process with certificates appends
+lines of JSON: ``{"folder"}`` they are in, and ``{"unkept", "why"}`` for one that can't be written.  (A worker's thread
+count, and so its fingerprint, may differ from the front end's.)"""
 
 
 def environment() -> dict[str, str]:
@@ -60,8 +62,16 @@ def facts(platform: str) -> dict[str, Any]:
 def certificate_store(platform: str) -> CertificateStore:
     """Certificates valid in this process."""
     found = facts(platform)
-    store = CertificateStore(fingerprint_digest(found), facts=found)
+    store = CertificateStore(
+        fingerprint_digest(found),
+        facts=found,
+        on_unkept=lambda c, error: _report(unkept=f"{c.operator} {c.key}", why=str(error)),
+    )
+    _report(folder=str(store.folder))
+    return store
+
+
+def _report(**line: str) -> None:
     if path := os.environ.get(REPORT_ENV):
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
-            file.write(f"{store.folder}\n")
-    return store
+            file.write(json.dumps(line) + "\n")
