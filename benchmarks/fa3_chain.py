@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from det_plugin.attention.reference import attention_reference, gather_pages
-from det_plugin.ops._triton import INTERPRET
+from det_plugin.ops._triton import INTERPRET, begin
 
 BLOCK = 128
 ROWS = 8
@@ -76,9 +76,7 @@ def _scores(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores [128 keys, ROWS] and their maxima of one key block of one key head."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(OVERLAP)
     pair, block = tl.program_id(0), tl.program_id(1)
     request, head = pair // KV_HEADS, pair % KV_HEADS
     length = tl.load(lengths + request)
@@ -100,40 +98,14 @@ def _scores(
 
 
 @triton.jit
-def _halves(e, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """First and second half of the last dimension of [ROWS, 4, 2 * HALF]."""
-    return tl.split(tl.permute(tl.reshape(e, (ROWS, 4, 2, HALF)), (0, 1, 3, 2)))
-
-
-@triton.jit
-def _add2(total, e, ROWS: tl.constexpr):
-    a, b = _halves(e, ROWS, 1)
-    return total + tl.reshape(a, (ROWS, 4)) + tl.reshape(b, (ROWS, 4))
-
-
-@triton.jit
-def _add4(total, e, ROWS: tl.constexpr):
-    a, b = _halves(e, ROWS, 2)
-    return _add2(_add2(total, a, ROWS), b, ROWS)
-
-
-@triton.jit
-def _add8(total, e, ROWS: tl.constexpr):
-    a, b = _halves(e, ROWS, 4)
-    return _add4(_add4(total, a, ROWS), b, ROWS)
-
-
-@triton.jit
-def _add16(total, e, ROWS: tl.constexpr):
-    a, b = _halves(e, ROWS, 8)
-    return _add8(_add8(total, a, ROWS), b, ROWS)
-
-
-@triton.jit
-def _add32(total, e, ROWS: tl.constexpr):
-    """The 32 terms of the last dimension of [ROWS, 4, 32], one after another."""
-    a, b = _halves(e, ROWS, 16)
-    return _add16(_add16(total, a, ROWS), b, ROWS)
+def _add_in_turn(total, terms, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """``total`` [ROWS, 4] and the terms of the last dimension of [ROWS, 4, COUNT], one after another."""
+    if COUNT == 1:
+        return total + tl.reshape(terms, (ROWS, 4))
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        first, second = tl.split(tl.permute(tl.reshape(terms, (ROWS, 4, 2, HALF)), (0, 1, 3, 2)))
+        return _add_in_turn(_add_in_turn(total, first, ROWS, HALF), second, ROWS, HALF)
 
 
 @triton.jit
@@ -144,9 +116,7 @@ def _values(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Columns ``SLICE`` of the result of one key head: blocks downwards, as FA3 walks them."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(OVERLAP)
     pair, part = tl.program_id(0), tl.program_id(1)
     request, head = pair // KV_HEADS, pair % KV_HEADS
     length = tl.load(lengths + request)
@@ -169,7 +139,7 @@ def _values(
         sums = sums * shrink[:, None]
         if IN_REGISTERS:  # key 8j + 2q + b is term 2j + b of FA3's thread q
             terms = tl.permute(tl.reshape(p, (16, 4, 2, ROWS)), (3, 1, 0, 2))
-            sums = _add32(sums, tl.reshape(terms, (ROWS, 4, 32)), ROWS)
+            sums = _add_in_turn(sums, tl.reshape(terms, (ROWS, 4, 32)), ROWS, 32)
         else:
             for n in tl.static_range(32):
                 y = tl.load(at + (8 * (n // 2) + n % 2 + 2 * quad)[None, :] * ROWS + row[:, None])

@@ -322,7 +322,7 @@ def render(short: bool) -> str:
         out += section("Whole-engine speed on a GPU", "h200/speed.json", body, document)
     for name, what in (
         ("h200/engine_invariance.json", "random Qwen3-0.6B-shaped model"),
-        ("h200/engine_invariance_quick.json", "the random model again, fewer requests, newest source"),
+        ("h200/engine_invariance_quick.json", "the random model again, fewer requests, newer source"),
         ("h200/engine_invariance_smollm2.json", "SmolLM2-135M-Instruct"),
     ):
         if document := load(name):

@@ -18,7 +18,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -191,16 +191,9 @@ class CertificateStore:
             return None
         except (OSError, UnicodeDecodeError) as error:
             return self._discard(path, f"unreadable ({error})")
-        try:
-            document = json.loads(text)
-            if document.get("format") != FORMAT:
-                return self._discard(path, f"format {document.get('format')!r}, expected {FORMAT}")
-            body = document["certificate"]
-            if document.get("sha256") != _digest(body):
-                return self._discard(path, "checksum mismatch")
-            certificate = Certificate.from_json(body)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return self._discard(path, f"damaged ({error})")
+        certificate = _parse(text)
+        if isinstance(certificate, str):
+            return self._discard(path, certificate)
         found = (certificate.operator, certificate.key, certificate.fingerprint)
         if found != (operator, key, self.digest):
             return self._discard(path, "belongs to another operator, key or fingerprint")
@@ -208,7 +201,7 @@ class CertificateStore:
 
     def save(self, certificate: Certificate) -> Certificate:
         """Write atomically (temporary file, then rename); returns the certificate with its fingerprint."""
-        certificate = Certificate(**{**_fields(certificate), "fingerprint": self.digest})
+        certificate = replace(certificate, fingerprint=self.digest)
         body = certificate.to_json()
         path = self.path(certificate.operator, certificate.key)
         _write_atomically(path, {"format": FORMAT, "sha256": _digest(body), "certificate": body})
@@ -230,21 +223,20 @@ class CertificateStore:
             )  # fmt: skip
             if self._on_unkept is not None:
                 self._on_unkept(certificate, error)
-        found = self._unkept[certificate.operator, certificate.key] = Certificate(
-            **{**_fields(certificate), "fingerprint": self.digest}
-        )
-        return found
+        certificate = replace(certificate, fingerprint=self.digest)
+        self._unkept[certificate.operator, certificate.key] = certificate
+        return certificate
 
     def all(self) -> list[Certificate]:
         """Every undamaged certificate of this fingerprint."""
         found = []
         for path in sorted(self.folder.glob("*/*.json")):
             try:
-                document = json.loads(path.read_text(encoding="utf-8"))
-                if document["format"] == FORMAT and document["sha256"] == _digest(document["certificate"]):
-                    found.append(Certificate.from_json(document["certificate"]))
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                certificate = _parse(path.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError):
                 continue
+            if isinstance(certificate, Certificate):
+                found.append(certificate)
         return found
 
     def _discard(self, path: Path, why: str) -> Certificate | None:
@@ -274,8 +266,18 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _fields(certificate: Certificate) -> dict[str, Any]:
-    return {name: getattr(certificate, name) for name in certificate.__dataclass_fields__}
+def _parse(text: str) -> Certificate | str:
+    """The certificate that a file's text holds, or what is wrong with it."""
+    try:
+        document = json.loads(text)
+        if document.get("format") != FORMAT:
+            return f"format {document.get('format')!r}, expected {FORMAT}"
+        body = document["certificate"]
+        if document.get("sha256") != _digest(body):
+            return "checksum mismatch"
+        return Certificate.from_json(body)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"damaged ({error})"
 
 
 def _digest(body: Any) -> str:
@@ -318,7 +320,6 @@ def certify(
     *,
     store: CertificateStore | None = None,
     mode: Literal["auto", "require"] = "auto",
-    progress: Callable[[str], None] | None = None,
 ) -> Certificate:
     """Compare every schedule with the canonical order, byte for byte; or return the stored certificate.
 
@@ -332,7 +333,6 @@ def certify(
             threshold in (:func:`row_ladder`).
         store: where certificates are kept; None keeps nothing.
         mode: ``"require"`` refuses to make a missing certificate.
-        progress: called with one line of text per schedule.
 
     Returns:
         The certificate; ``struck_out`` says why each other schedule may not run.
@@ -386,8 +386,6 @@ def certify(
             accepted.append(schedule.name)
         else:
             struck[schedule.name] = difference
-        if progress is not None:
-            progress(f"{operator} {key}: {schedule.name}: {difference or 'certified'}")
         if schedule is canonical and difference is not None:
             raise CertificateError(
                 f"{operator} for {key}: canonical schedule {canonical.name} depends on the row count: {difference}"

@@ -20,7 +20,7 @@ pieces.  Tables change speed, never bits.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +92,6 @@ class LinearDispatcher:
         mode: ``"require"`` refuses to make missing certificates.
         tables: tuning tables by :func:`table_key`; None reads the committed ones of the GPU model, then those
             measured on this machine.  Problems without a table are measured (mode "auto") or run cuBLASLt.
-        progress: called with one line of text per certified schedule.
         measure: time the candidates of problems without a table, at first use (mode "auto"), for about
             :data:`MEASURE_SECONDS` in all; a table that was measured whole is kept beside the certificates.
         fast: build and switch on the compiled path (:mod:`det_plugin.ops.linear_fast`) with the first plan.
@@ -103,11 +102,10 @@ class LinearDispatcher:
         store: CertificateStore | None = None,
         mode: Literal["auto", "require"] = "auto",
         tables: Mapping[str, Table] | None = None,
-        progress: Callable[[str], None] | None = None,
         measure: bool = False,
         fast: bool = False,
     ) -> None:
-        self.store, self.mode, self.progress, self.measure = store, mode, progress, measure
+        self.store, self.mode, self.measure = store, mode, measure
         self.fast = fast
         self.seconds_left = MEASURE_SECONDS
         self.plans: dict[tuple[int, int, torch.dtype, bool, int], Plan] = {}
@@ -305,7 +303,7 @@ class LinearDispatcher:
                 *(tile_schedule(Tile.parse(name)) for name in names if name != canonical_tile.name),
                 *(cublaslt_schedule(*entry) for entry in vendor.values()),
             ],
-            make_inputs, counts, store=self.store, mode=self.mode, progress=self.progress,
+            make_inputs, counts, store=self.store, mode=self.mode,
         )  # fmt: skip
         data.clear()
         torch.cuda.empty_cache()
@@ -398,18 +396,17 @@ dispatcher = LinearDispatcher()
 def configure(
     store: CertificateStore | None,
     mode: Literal["auto", "require"] = "auto",
-    progress: Callable[[str], None] | None = None,
     measure: bool = True,
     fast: bool = True,
 ) -> None:
     """Give the process's dispatcher a certificate store; forgets plans made before.
 
     Args:
-        store, mode, progress, measure, fast: see :class:`LinearDispatcher`.
+        store, mode, measure, fast: see :class:`LinearDispatcher`.
 
     Touches no GPU: the compiled path is built and loaded when the first plan is made.
     """
-    dispatcher.__init__(store, mode, None, progress, measure, fast)  # type: ignore[misc]
+    dispatcher.__init__(store, mode, None, measure, fast)  # type: ignore[misc]
     linear_fast.forget()
 
 

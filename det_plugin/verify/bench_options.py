@@ -43,11 +43,13 @@ CONTEXT_OUTPUT = 128
 def _may_be_a_model(name: str) -> bool:
     """False for what is certainly none: an empty name, a path to nothing, a folder or file of something else."""
     path = Path(name)
+    if not name.strip():
+        return False
     if path.is_dir():
-        return bool(name.strip()) and any((path / file).exists() for file in ("config.json", "params.json"))
+        return any((path / file).exists() for file in ("config.json", "params.json"))
     if path.exists():
         return path.suffix == ".gguf"
-    return bool(name.strip()) and not name.startswith(("/", "./", "../", "~"))
+    return not name.startswith(("/", "./", "../", "~"))
 
 
 @dataclass

@@ -152,7 +152,7 @@ def main() -> int:
     facts["commit"] = args.commit or facts["commit"]
     errors = {name: row["error"] for rows in (first, second) for name, row in rows.items() if "error" in row}
     report: dict = {"environment": facts, "model": args.model_name, "errors": errors}
-    problems, silent = [f"{name}: did not start" for name in errors], True
+    problems, silent = [f"{name}: {error}" for name, error in errors.items()], True
     if not errors:
         reference = first["first start"].pop("answers")
         alone_twice = [reference[0], reference[0]]

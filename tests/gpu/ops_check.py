@@ -518,6 +518,23 @@ def environment(commit: str | None) -> dict:
     }
 
 
+def compare_paths(name: str, form: str, arguments: tuple) -> tuple[int, int, int]:
+    """One call by C++ and by Python: rows compared, rows that differ, and rows that differ from those of a call with
+    its rows in another order (the control)."""
+    ops = torch.ops.det_plugin
+    want = getattr(ops, f"{name}_python")(*arguments)
+    before = ops._rows_launches()
+    got = getattr(ops, name)(*arguments)
+    if ops._rows_launches() != before + 1:
+        failures.append(f"{name}, {form}: the compiled path did not serve the call")
+    other = getattr(ops, name)(arguments[0].flip(0), *arguments[1:])
+    compared = mismatched = control = 0
+    for a, b, c in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got, other)), strict=True):
+        compared, mismatched = compared + a.shape[0], mismatched + differing_rows(a, b)
+        control += differing_rows(a, c)
+    return compared, mismatched, control
+
+
 def check_compiled_rows() -> None:
     """Norms and qk_norm_rope: the C++ path against the Python path, and what a call of each costs the processor."""
     ops, compared, mismatched, control = torch.ops.det_plugin, 0, 0, 0
@@ -533,18 +550,10 @@ def check_compiled_rows() -> None:
             ("fused_add_rms_norm", (x, r, w, 1e-6, 0.0)),
             ("qk_norm_rope", rope),
         ):
-            compiled, python = getattr(ops, name), getattr(ops, f"{name}_python")
-            want = python(*arguments)
-            before = ops._rows_launches()
-            got = compiled(*arguments)
-            if ops._rows_launches() != before + 1:
-                failures.append(f"{name}, {m} rows: the compiled path did not serve the call")
-            other = compiled(arguments[0].flip(0), *arguments[1:])
-            for a, b, c in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got, other)), strict=True):
-                compared, mismatched = compared + m, mismatched + differing_rows(a, b)
-                control += differing_rows(a, c)
+            count, wrong, other = compare_paths(name, f"{m} rows", arguments)
+            compared, mismatched, control = compared + count, mismatched + wrong, control + other
             if m == 64:
-                for side, call in (("compiled", compiled), ("python", python)):
+                for side, call in (("compiled", getattr(ops, name)), ("python", getattr(ops, f"{name}_python"))):
                     torch.cuda.synchronize()
                     begin = time.perf_counter()
                     for _ in range(200):
@@ -562,19 +571,11 @@ def check_compiled_rows() -> None:
         x, r = (torch.randn(65, width, device="cuda").to(dtype) for _ in range(2))
         w = torch.randn(width, device="cuda") if scaled else None
         for name, arguments in (("rms_norm", (x, w, 1e-5, offset)), ("fused_add_rms_norm", (x, r, w, 1e-5, offset))):
-            want = getattr(ops, f"{name}_python")(*arguments)
-            before = ops._rows_launches()
-            got = getattr(ops, name)(*arguments)
-            if ops._rows_launches() != before + 1:
-                failures.append(f"{name}, {dtype}, width {width}: the compiled path did not serve the call")
-            other = getattr(ops, name)(arguments[0].flip(0), *arguments[1:])
-            found = 0
-            for a, b, c in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (want, got, other)), strict=True):
-                compared, mismatched = compared + 65, mismatched + differing_rows(a, b)
-                found += differing_rows(a, c)
-            control += found
-            if not found:
-                failures.append(f"{name}, {dtype}, width {width}: rows in another order give the same bytes")
+            form = f"{dtype}, width {width}"
+            count, wrong, other = compare_paths(name, form, arguments)
+            compared, mismatched, control = compared + count, mismatched + wrong, control + other
+            if not other:
+                failures.append(f"{name}, {form}: rows in another order give the same bytes")
     answers: list[torch.Tensor] = []  # a thread's first call: no context is current in it
     thread = threading.Thread(target=lambda: answers.append(torch.ops.det_plugin.rms_norm(x, None, 1e-5, 0.0)))
     thread.start()

@@ -158,7 +158,7 @@ def certify_main(model: str) -> int:
     """Start the model once, so that every operator it uses is certified; print what is there then.
 
     Returns:
-        0; 2 when the model can't be served, or no certificate could be kept.
+        0; 2 when the model can't be served, or a certificate could not be kept.
     """
     from det_plugin.host.vllm import store
 
